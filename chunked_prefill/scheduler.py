@@ -1,0 +1,282 @@
+"""Which sequences advance in the next step, and by how much.
+
+Owns: the waiting and running lists, admission to the running list, chunk sizes under the token
+budget, and preemption by recompute. Does not own: tensors, clocks, sampling or images - readiness
+arrives as a counter on the sequence. Imports no torch.
+
+Order within a step: decodes, then running prefills, then waiting sequences. Both kinds get
+something in every step (budget.py), a sequence that cannot advance is skipped rather than waited
+for, and only a sequence that ranks below every other may lose its KV to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from chunked_prefill.budget import TokenBudget
+from chunked_prefill.request import Request
+from chunked_prefill.sequence import Sequence
+from kv_offload.kv_manager import BlockCopy, KVManager
+
+_MAX_BYPASSES = 64
+"""How often a waiting sequence that lacks KV is passed over by smaller ones before admission
+stops for its sake."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Compute tokens [start, start + length) of the sequence."""
+
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk ends at the sequence's last token, so that the next is sampled."""
+        return self.end == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: KV for every chunk is reserved; `copies` come before the first write."""
+
+    step: int
+    chunks: tuple[ScheduledChunk, ...]
+    copies: tuple[BlockCopy, ...]
+    preempted: tuple[Sequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class NeverFits:
+    """Why a request can never be served here, in numbers, and what would help."""
+
+    need_tokens: int
+    have_tokens: int
+    remedy: str
+
+
+class Scheduler:
+    """First come, first served, within `Request.priority`."""
+
+    def __init__(self, kv: KVManager, budget: TokenBudget, max_num_seqs: int) -> None:
+        self.kv = kv
+        self.budget = budget
+        self.max_num_seqs = max_num_seqs
+        self.step = 0
+        self.num_preemptions = 0
+        self._running: list[Sequence] = []
+        self._waiting: list[Sequence] = []
+        self._bypasses: dict[int, int] = {}
+
+    # -- membership ---------------------------------------------------------------------------
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        return tuple(self._waiting)
+
+    def in_order(self) -> Iterator[Sequence]:
+        """Every sequence, the one that is served first first."""
+        yield from sorted((*self._running, *self._waiting), key=_rank)
+
+    def never_fits(self, request: Request) -> NeverFits | None:
+        """Whether the request's longest possible sequence exceeds the whole pool."""
+        need = request.num_prompt_tokens + request.sampling.max_tokens - 1
+        have = self.kv.capacity_tokens
+        if self.kv.blocks_for(need) > self.kv.pool.num_blocks:
+            return NeverFits(need, have, f"shorten the prompt or max_tokens to {have} in all")
+        return None
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+        self._waiting.sort(key=_rank)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Adds `child` as a running sequence that shares the parent's KV."""
+        self.kv.fork(parent.seq_id, child.seq_id)
+        self._running.append(child)
+        self._running.sort(key=_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Ends a sequence, wherever it is, and frees its KV."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self._bypasses.pop(sequence.seq_id, None)
+        self.kv.free(sequence.seq_id)
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Reserves KV and says what to compute. An empty plan means that nothing can advance."""
+        self.step += 1
+        draft = _Draft(self.kv)
+        self._make_way(draft)
+        decodes = [s for s in self._running if s.remaining == 1 and s.advanceable == 1]
+        decodes.sort(key=lambda s: (s.last_step, _rank(s)))
+        prefills = [s for s in self._running if s.remaining > 1 and s.advanceable > 0]
+        admissible = any(s.advanceable > 0 for s in self._waiting)
+        share = self.budget.split(len(decodes), bool(prefills) or admissible, self.step)
+
+        for sequence in decodes[: share.decode_tokens]:
+            self._place(draft, sequence, 1)
+        for sequence, length in self._spread(prefills, share.total_tokens - draft.num_tokens):
+            self._place(draft, sequence, length)
+        if not draft.out_of_memory:
+            self._admit(draft, share.total_tokens - draft.num_tokens)
+        for sequence in decodes[share.decode_tokens :]:
+            if draft.num_tokens < share.total_tokens:
+                self._place(draft, sequence, 1)
+        return StepPlan(self.step, tuple(draft.chunks), tuple(draft.copies), tuple(draft.preempted))
+
+    def commit(self, plan: StepPlan) -> None:
+        """The step was computed: its KV is valid. Call before tokens are appended."""
+        for chunk in plan.chunks:
+            chunk.sequence.advance(chunk.length, plan.step)
+
+    def _spread(self, prefills: list[Sequence], tokens: int) -> Iterator[tuple[Sequence, int]]:
+        """Most of the budget to the first prefill; a quarter is kept so that the others advance
+        too, in the same step while it lasts."""
+        prefills = sorted(prefills, key=_rank)
+        if len(prefills) > 1 and tokens > 1:
+            floor = max(1, tokens // (4 * len(prefills)))
+            starved = sorted(prefills[1:], key=lambda s: (s.last_step, _rank(s)))
+            starved = starved[: max(1, tokens // 4)]
+            floors = {s.seq_id: min(floor, s.advanceable) for s in starved}
+        else:
+            floors = {}
+        spare = tokens - sum(floors.values())
+        for sequence in prefills:
+            length = floors.get(sequence.seq_id, 0)
+            extra = min(spare, sequence.advanceable - length)
+            spare -= extra
+            if length + extra > 0:
+                yield sequence, length + extra
+
+    def _place(self, draft: _Draft, sequence: Sequence, length: int) -> None:
+        """Adds a chunk of a running sequence, taking KV from lower ranks if it must."""
+        while sequence in self._running and not draft.try_add(sequence, length):
+            draft.out_of_memory = True
+            holders = [s for s in self._running if self.kv.held_blocks(s.seq_id) or s is sequence]
+            self._preempt(max(holders, key=_rank), draft)
+
+    def _preempt(self, victim: Sequence, draft: _Draft) -> None:
+        draft.drop(victim)
+        self._running.remove(victim)
+        self.kv.free(victim.seq_id)
+        victim.rewind()
+        self.num_preemptions += 1
+        draft.preempted.append(victim)
+        self.add(victim)
+
+    def _make_way(self, draft: _Draft) -> None:
+        """A waiting request takes seat and memory from running ones of a lower priority class."""
+        for sequence in [s for s in self._waiting if s.advanceable > 0]:
+            below = [s for s in self._running if s.request.priority > sequence.request.priority]
+            while below and not (self._has_seat(sequence) and self._has_room(sequence)):
+                victim = max(below, key=_rank)
+                below.remove(victim)
+                self._preempt(victim, draft)
+
+    def _has_seat(self, sequence: Sequence) -> bool:
+        return sum(s.width for s in self._running) + sequence.width <= self.max_num_seqs
+
+    def _admit(self, draft: _Draft, tokens: int) -> None:
+        for sequence in list(self._waiting):
+            if tokens <= 0 or not self._has_seat(sequence):
+                return
+            if sequence.advanceable <= 0:
+                continue
+            length = min(tokens, sequence.advanceable)
+            if not self._has_room(sequence) or not draft.try_add(sequence, length):
+                bypasses = self._bypasses.get(sequence.seq_id, 0) + 1
+                self._bypasses[sequence.seq_id] = bypasses
+                if bypasses > _MAX_BYPASSES:
+                    return
+                continue
+            self._bypasses.pop(sequence.seq_id, None)
+            self._waiting.remove(sequence)
+            self._running.append(sequence)
+            self._running.sort(key=_rank)
+            tokens -= length
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether the sequence's known tokens fit beside those that running ones still need."""
+        if not self._running:
+            return True
+        promised = sum(
+            max(0, self.kv.blocks_for(s.num_tokens + 1) - self.kv.held_blocks(s.seq_id))
+            for s in self._running
+        )
+        need = self.kv.blocks_for(sequence.num_tokens + 1)
+        return promised + need <= self.kv.pool.num_free
+
+    def check_invariants(self) -> None:
+        self.kv.check_invariants()
+        if set(self._running) & set(self._waiting):
+            raise AssertionError("a sequence both runs and waits")
+        if sum(s.width for s in self._running) > self.max_num_seqs:
+            raise AssertionError("more sequences run than max_num_seqs")
+        for sequence in self._waiting:
+            if self.kv.held_blocks(sequence.seq_id) or sequence.num_computed_tokens:
+                raise AssertionError(f"{sequence} waits but holds KV")
+        for sequence in self._running:
+            have = self.kv.held_blocks(sequence.seq_id) * self.kv.block_size
+            if have < sequence.num_computed_tokens:
+                raise AssertionError(f"{sequence} has KV for {have} tokens only")
+
+
+class _Draft:
+    """A plan in the making; a chunk is in it exactly while its KV is reserved."""
+
+    def __init__(self, kv: KVManager) -> None:
+        self.kv = kv
+        self.chunks: list[ScheduledChunk] = []
+        self.copies: list[BlockCopy] = []
+        self.preempted: list[Sequence] = []
+        self.out_of_memory = False
+        """Whether a running sequence lacked KV; nobody is admitted in such a step."""
+        self.planned: set[int] = set()
+        self._copies_of: dict[int, tuple[BlockCopy, ...]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+    def try_add(self, sequence: Sequence, length: int) -> bool:
+        start = sequence.num_computed_tokens
+        copies = self.kv.reserve(
+            sequence.seq_id, start, start + length, reach_tokens=sequence.max_tokens
+        )
+        if copies is None:
+            return False
+        self.chunks.append(ScheduledChunk(sequence, start, length))
+        self.copies.extend(copies)
+        self._copies_of[sequence.seq_id] = copies
+        self.planned.add(sequence.seq_id)
+        return True
+
+    def drop(self, sequence: Sequence) -> None:
+        self.chunks = [c for c in self.chunks if c.sequence is not sequence]
+        for copy in self._copies_of.pop(sequence.seq_id, ()):
+            self.copies.remove(copy)
+        self.planned.discard(sequence.seq_id)
+
+
+def _rank(sequence: Sequence) -> tuple[int, int, int]:
+    """Smaller is served first: priority, then arrival, then choice."""
+    return (sequence.request.priority, sequence.order, sequence.choice)

@@ -1,0 +1,115 @@
+"""The progress of one sample of a request.
+
+Owns: token ids so far and the counters num_tokens >= num_ready_tokens, num_computed_tokens and
+num_cached_tokens. There are no phases: prefill, decode and resumption after a preemption are the
+same question, how far num_computed_tokens lags behind num_tokens (DESIGN idea 1).
+Does not own: blocks (kv_manager.py), text or sampling state (lm_engine). Imports no torch.
+
+    0 ........ cached ........ computed ........ ready ........ num_tokens
+    |  KV was found  |  KV written  |  may be computed  | waits for an image |
+"""
+
+from __future__ import annotations
+
+from chunked_prefill.request import Request
+
+
+class Sequence:
+    """Mutable; one owner, the language stage's loop."""
+
+    __slots__ = (
+        "choice",
+        "first_scheduled_s",
+        "last_step",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_ready_tokens",
+        "order",
+        "request",
+        "seq_id",
+        "token_ids",
+        "width",
+    )
+
+    def __init__(self, request: Request, seq_id: int, order: int, choice: int = 0) -> None:
+        self.request = request
+        self.order = order
+        """The request's place by arrival; all its samples share it."""
+        self.seq_id = seq_id
+        """Unique in the engine's life; the owner id of the KV manager."""
+        self.choice = choice
+        """Which of the request's `n` samples this is."""
+        self.token_ids: list[int] = list(request.token_ids)
+        self.num_ready_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.width = request.sampling.n if choice == 0 else 1
+        """Seats among the running sequences: those that it will fork into count from the start."""
+        self.last_step = -1
+        """Number of the last step in which this sequence advanced."""
+        self.first_scheduled_s: float | None = None
+
+    def fork(self, seq_id: int, choice: int) -> Sequence:
+        """Another sample of the same request, at the same place."""
+        child = Sequence(self.request, seq_id, self.order, choice)
+        child.token_ids = list(self.token_ids)
+        child.num_ready_tokens = self.num_ready_tokens
+        child.num_computed_tokens = self.num_computed_tokens
+        child.num_cached_tokens = self.num_cached_tokens
+        child.first_scheduled_s = self.first_scheduled_s
+        self.width -= 1
+        return child
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.request.num_prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Tokens without KV; 1 for a sequence that decodes."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def advanceable(self) -> int:
+        """Tokens that may be computed now."""
+        return min(self.num_ready_tokens, self.num_tokens) - self.num_computed_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest this sequence can become."""
+        return self.num_prompt_tokens + self.request.sampling.max_tokens
+
+    def append(self, token_id: int) -> None:
+        """A sampled token; it needs no image, so it is ready if all before it is."""
+        if self.num_ready_tokens == self.num_tokens:
+            self.num_ready_tokens += 1
+        self.token_ids.append(token_id)
+
+    def advance(self, length: int, step: int) -> None:
+        """Commit: the KV of the next `length` tokens is valid."""
+        if not 0 < length <= self.advanceable:
+            raise AssertionError(f"advance by {length}, {self.advanceable} possible")
+        self.num_computed_tokens += length
+        self.last_step = step
+
+    def rewind(self) -> None:
+        """All KV is gone (preemption by recompute)."""
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions += 1
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.request_id}#{self.choice}, "
+            f"{self.num_computed_tokens}/{self.num_ready_tokens}/{self.num_tokens})"
+        )

@@ -1,0 +1,1 @@
+"""Where KV lives and moves. Block accounting imports no torch."""

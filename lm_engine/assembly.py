@@ -1,0 +1,246 @@
+"""From options and files to an engine: the composition root.
+
+Owns: what "auto" resolves to (dtype, device, sizes of the KV pool, of the embedding arena and of
+the context), and the order in which parts are built. Does not own: any part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from chunked_prefill.budget import TokenBudget
+from chunked_prefill.scheduler import Scheduler
+from kv_offload.kv_cache import KVCache
+from kv_offload.kv_manager import KVManager
+from kv_offload.layout import KVLayout
+from lm_engine.attention import select
+from lm_engine.client import ModelInfo
+from lm_engine.engine import Engine
+from lm_engine.images import ImageFeed
+from lm_engine.models.checkpoint import Checkpoint, available_bytes, open_checkpoint
+from lm_engine.models.config import DecoderConfig
+from lm_engine.models.errors import LoadError, MissingFileError, OutOfMemoryError
+from lm_engine.models.loader import LoadProgress, load_decoder
+from lm_engine.models.packed_linear import pack
+from lm_engine.options import EngineOptions
+from lm_engine.runner import Runner
+from vision_encoder.config import VisionConfig
+from vision_encoder.embedding_arena import EmbeddingArena
+from vision_encoder.embedding_storage import allocate_storage
+from vision_encoder.link import VisionLink
+from vision_encoder.stage_loading import load_stage
+
+Progress = Callable[[str, float, float, float | None], None]
+"""progress(phase, done, total, eta_s); done and total in bytes, 0 while unknown."""
+
+_DEFAULT_EMBEDDING_ROWS = 8192
+_CPU_KV_SHARE = 0.25
+"""Of free host memory: pages are taken when they are first written, so this is a limit, not a
+cost, and the rest stays for weights that are still to be read and for other processes."""
+_CUDA_KV_SHARE = 0.9
+_MIN_CONTEXT = 256
+
+
+class ContextTooLongError(LoadError):
+    """--max-model-len asks for more than the model or the memory has."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionShape:
+    """What the embedding storage looks like, known before any weight is read."""
+
+    num_rows: int
+    depth: int
+    """1 + deepstack levels."""
+    dim: int
+    dtype: torch.dtype
+
+
+def resolve_device(options: EngineOptions) -> torch.device:
+    if options.device != "auto":
+        return torch.device(options.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def vision_shape(checkpoint: Checkpoint, options: EngineOptions) -> VisionShape | None:
+    """Shape of the embedding storage, or None for a text model."""
+    if "vision_config" not in checkpoint.config:
+        return None
+    depth, dim = VisionConfig.from_hf(checkpoint.config).row_shape
+    rows = options.embedding_rows or _DEFAULT_EMBEDDING_ROWS
+    return VisionShape(rows, depth, dim, vision_dtype(options))
+
+
+def vision_dtype(options: EngineOptions) -> torch.dtype:
+    """Of the tower and of its rows."""
+    on_cpu = resolve_device(options).type == "cpu"
+    if options.dtype == "auto":
+        return torch.float32 if on_cpu else torch.bfloat16
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(options.dtype, torch.float32)
+
+
+def build_vision(
+    checkpoint: Checkpoint,
+    options: EngineOptions,
+    storage: Tensor,
+    *,
+    progress: Progress | None = None,
+    between_layers: Callable[[], None] | None = None,
+) -> VisionLink:
+    """The vision stage of an opened checkpoint; it writes rows into `storage`."""
+    source = checkpoint.source
+
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress("vision weights", done, total, None)
+
+    return load_stage(
+        checkpoint.path,
+        checkpoint.config,
+        source.names(),
+        source.get,
+        storage=storage,
+        dtype=vision_dtype(options),
+        device=resolve_device(options),
+        progress=report,
+        between_layers=between_layers,
+    )
+
+
+def build_engine(
+    options: EngineOptions,
+    *,
+    progress: Progress | None = None,
+    vision: VisionLink | None = None,
+    storage: Tensor | None = None,
+) -> Engine:
+    """An engine for `options.model`.
+
+    `vision` is the link to a vision stage that runs elsewhere and writes into `storage`
+    [rows, depth, dim]; without it a model that takes images gets a stage in this process.
+    Raises LoadError (models/errors.py), VisionConfigError, TowerLoadError or ProcessorConfigError,
+    each with the cause, the numbers and a remedy.
+    """
+
+    def report(state: LoadProgress) -> None:
+        if progress is not None:
+            progress(state.phase, state.done_bytes, state.total_bytes, state.eta_s)
+
+    device = resolve_device(options)
+    checkpoint = open_checkpoint(options.model)
+    shape = vision_shape(checkpoint, options)
+    tokenizer = load_tokenizer(checkpoint)
+    loaded = load_decoder(checkpoint, dtype=options.dtype, device=device, progress=report)
+    if device.type == "cpu":
+        pack(loaded.decoder)
+    config = loaded.config
+    layout = KVLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=options.block_size,
+        dtype=str(loaded.decoder.dtype).removeprefix("torch."),
+        windows=config.windows,
+    )
+    num_blocks, max_model_len = _size_context(options, config, layout, device)
+
+    images = None
+    if shape is not None:
+        if storage is None:
+            storage = allocate_storage(
+                shape.num_rows, shape.depth, shape.dim, shape.dtype, device=device
+            )
+        if vision is None:
+            vision = build_vision(checkpoint, options, storage, progress=progress)
+        images = ImageFeed(EmbeddingArena(storage.shape[0]), vision)
+    checkpoint.close()
+
+    kv = KVManager(num_blocks, options.block_size)
+    info = ModelInfo(
+        name=options.served_name or loaded.name,
+        max_model_len=max_model_len,
+        vocab_size=loaded.vocab_size,
+        kv_capacity_tokens=kv.capacity_tokens,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        embedding_rows=0 if storage is None else storage.shape[0],
+        eos_token_ids=loaded.eos_ids,
+        dtype=layout.dtype,
+        device=str(device),
+    )
+    runner = Runner(
+        loaded.decoder, KVCache(layout, num_blocks, device), select(device), embeddings=storage
+    )
+    scheduler = Scheduler(kv, TokenBudget(options.max_num_batched_tokens), options.max_num_seqs)
+    mrope = config.rope.axes is not None
+    return Engine(info, scheduler, runner, tokenizer, images, mrope=mrope)
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer beside the weights, or inside a GGUF file. Raises MissingFileError."""
+    if checkpoint.path.is_file():
+        from lm_engine.models.gguf_tokenizer import read_tokenizer
+
+        return read_tokenizer(checkpoint.path)
+    file = checkpoint.path / "tokenizer.json"
+    if file.exists():
+        return Tokenizer.from_file(str(file))
+    return _converted_tokenizer(checkpoint.path)
+
+
+def _converted_tokenizer(folder: Path) -> Tokenizer:
+    """Checkpoints without tokenizer.json carry a slow tokenizer that transformers converts."""
+    from transformers import AutoTokenizer
+
+    try:
+        slow: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        backend = slow.backend_tokenizer
+    except Exception as cause:
+        raise MissingFileError(
+            f"{folder} has no tokenizer.json and no tokenizer that converts to one; save it with "
+            "transformers (AutoTokenizer.from_pretrained(...).save_pretrained(folder))."
+        ) from cause
+    if not isinstance(backend, Tokenizer):
+        raise MissingFileError(
+            f"{folder}: its tokenizer has no fast form; tokenizer.json is needed"
+        )
+    return backend
+
+
+def _size_context(
+    options: EngineOptions, config: DecoderConfig, layout: KVLayout, device: torch.device
+) -> tuple[int, int]:
+    """(blocks of the pool, longest context). The pool never exceeds what all sequences could use;
+    the context is fitted to the pool when nobody asked for a length."""
+    if options.max_model_len is not None and options.max_model_len > config.max_positions:
+        raise ContextTooLongError(
+            f"--max-model-len {options.max_model_len} exceeds the {config.max_positions} positions "
+            f"that this model was made for; use --max-model-len {config.max_positions} or less."
+        )
+    wanted = options.max_model_len or config.max_positions
+    ceiling = -(-wanted // layout.block_size) * options.max_num_seqs
+    if options.kv_memory_bytes is not None:
+        budget = options.kv_memory_bytes
+    else:
+        share = _CPU_KV_SHARE if device.type == "cpu" else _CUDA_KV_SHARE
+        free = available_bytes(device)
+        budget = ceiling * layout.bytes_per_block if free is None else int(share * free)
+    blocks = min(ceiling, budget // layout.bytes_per_block)
+    held = blocks * layout.block_size
+    need = options.max_model_len or min(wanted, _MIN_CONTEXT)
+    if held < need:
+        raise OutOfMemoryError(
+            -(-need // layout.block_size) * layout.bytes_per_block,
+            budget,
+            str(device),
+            f"The KV of one context of {need} tokens does not fit; use --max-model-len "
+            f"{max(held, layout.block_size)}, or a larger --kv-cache-memory-bytes.",
+        )
+    return blocks, min(wanted, held)

@@ -1,0 +1,121 @@
+"""How a caller outside the language stage reaches it.
+
+Owns: the values that go in (MediaItem) and the state that can be asked for (EngineStatus,
+EngineStats, ModelInfo), and the EngineClient Protocol that the API is written against.
+Does not own: transport and supervision (process.py), the loop (engine.py). Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from chunked_prefill.request import Request
+from lm_engine.outputs import RequestOutput
+from vision_encoder.plan import ImagePlan
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """One image of a request: its encoded bytes, by value or by a spool file, and its plan."""
+
+    key: bytes
+    """Content key; the request's ImageSpans refer to it."""
+    plan: ImagePlan
+    param: str
+    """The user's name of the part, such as "messages.0.content.1", for error texts."""
+    data: bytes | None = None
+    path: str | None = None
+    """A file with the encoded bytes; the submitter owns it and keeps it until the request's last
+    event, so that an image can be encoded again after a preemption."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the language stage settled at start, for admission checks outside it."""
+
+    name: str
+    max_model_len: int
+    """Most tokens of prompt plus completion."""
+    vocab_size: int
+    """Width of the logits: token ids outside [0, vocab_size) are refused."""
+    kv_capacity_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    embedding_rows: int
+    """Rows of the embedding arena: one image must fit."""
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Cumulative observations since start: `counts[i]` fell at or under `bounds[i]`; the last
+    count has no upper bound."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot after a step. Counters count since the stage started."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    embedding_rows_total: int = 0
+    embedding_rows_used: int = 0
+    """Rows that some request holds; unreferenced cached rows do not count."""
+    embedding_rows_cached: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    image_cache_queries: int = 0
+    image_cache_hits: int = 0
+    images_encoded: int = 0
+    iteration_tokens: Histogram | None = None
+
+
+Phase = Literal["starting", "loading", "ready", "draining", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    phase: Phase
+    detail: str = ""
+    """What is being loaded, or the cause of a failure with numbers and a flag that would work."""
+    done: float = 0.0
+    total: float = 0.0
+    eta_s: float | None = None
+    heartbeat_age_s: float = 0.0
+    """Seconds since the language stage last ended a step or an idle poll."""
+    alive: bool = False
+    """False once the heartbeat is older than the stage's own bound for a step, or it is dead."""
+    pid: int | None = None
+    epoch: int = 0
+    """Counts restarts of the language stage."""
+    model: ModelInfo | None = None
+    stats: EngineStats | None = None
+
+
+class EngineClient(Protocol):
+    """Asynchronous face of one language stage. Methods are called on one event loop."""
+
+    def status(self) -> EngineStatus: ...
+
+    def submit(
+        self, request: Request, media: tuple[MediaItem, ...]
+    ) -> AsyncIterator[RequestOutput]:
+        """Events of the request until the one with `finished` set. Closing the iterator early
+        aborts the request and frees everything it holds."""
+        ...
+
+    async def close(self, *, drain_s: float) -> None:
+        """Lets running requests finish for up to `drain_s` seconds, then ends the stages."""
+        ...

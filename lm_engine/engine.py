@@ -1,0 +1,296 @@
+"""The language stage's loop: one step at a time, tokens in, tokens out.
+
+Owns: the requests in flight and the order of a step's parts. Does not own: any of those parts -
+order and KV (scheduler), rows (images.py), tensors (batch.py, runner.py), the draw (sampler.py),
+text (live.py, finish.py) - nor threads, sockets or processes (process), nor how it is put together
+from files (assembly.py).
+
+A step: poll images -> schedule -> build -> forward -> commit -> sample -> deltas out. The engine
+never dies of a request: a fault in a forward pass fails the requests of that pass and frees what
+they hold. Not thread-safe; one loop calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from itertools import count
+
+import torch
+from tokenizers import Tokenizer
+
+from chunked_prefill.request import Request
+from chunked_prefill.scheduler import ScheduledChunk, Scheduler, StepPlan
+from chunked_prefill.sequence import Sequence
+from lm_engine import batch as batches
+from lm_engine.admission import check
+from lm_engine.batch import ForwardBatch
+from lm_engine.client import EngineStats, Histogram, MediaItem, ModelInfo
+from lm_engine.finish import token_bytes_table
+from lm_engine.images import ImageFailure, ImageFeed
+from lm_engine.live import LiveRequest
+from lm_engine.options import EngineOptions
+from lm_engine.outputs import RequestError, RequestOutput
+from lm_engine.runner import Runner
+from lm_engine.sampler import logprobs_of, sample
+from vision_encoder.link import VisionLink
+
+logger = logging.getLogger(__name__)
+
+_ITERATION_BOUNDS = tuple(float(1 << i) for i in range(15))
+INTERNAL = RequestError("internal", "the engine failed while computing this request")
+
+
+class Engine:
+    """Requests in, events out, `step` by `step`.
+
+    `images` is None for a text model. `tokenizer` decides texts and stop strings.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        images: ImageFeed | None = None,
+        *,
+        mrope: bool = False,
+    ) -> None:
+        self.info = info
+        self.scheduler = scheduler
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.images = images
+        self._mrope = mrope
+        self._device = runner.decoder.embedding.weight.device
+        self._eos = frozenset(info.eos_token_ids)
+        self._token_bytes = token_bytes_table(tokenizer)
+        self._live: dict[str, LiveRequest] = {}
+        self._orders, self._seq_ids = count(), count()
+        self._prompt_tokens = self._generation_tokens = 0
+        self._iterations = [0] * (len(_ITERATION_BOUNDS) + 1)
+        self._iteration_total = 0
+
+    @classmethod
+    def load(
+        cls,
+        options: EngineOptions,
+        *,
+        progress: Callable[[str, float, float, float | None], None] | None = None,
+        vision: VisionLink | None = None,
+        storage: torch.Tensor | None = None,
+    ) -> Engine:
+        """Builds an engine from a model's files; see assembly.build_engine."""
+        from lm_engine.assembly import build_engine
+
+        return build_engine(options, progress=progress, vision=vision, storage=storage)
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def add(self, request: Request, media: tuple[MediaItem, ...] = ()) -> list[RequestOutput]:
+        """Admits a request, or refuses it before any compute with an event that says why."""
+        error = check(request, media, self.info)
+        if error is None and request.image_spans and self.images is None:
+            error = RequestError("invalid", "this model takes no images", media[0].param)
+        if error is None and request.request_id in self._live:
+            error = RequestError("invalid", "a request with this id is running", "request_id")
+        if error is None and (never := self.scheduler.never_fits(request)):
+            error = RequestError(
+                "never_fits",
+                f"the request needs KV for {never.need_tokens} tokens, this server holds "
+                f"{never.have_tokens}; {never.remedy}",
+                "max_tokens",
+            )
+        if error is not None:
+            return [RequestOutput(request.request_id, finished=True, error=error)]
+        live = LiveRequest(request, next(self._orders), next(self._seq_ids))
+        self._live[request.request_id] = live
+        if self.images is not None:
+            self.images.add(request.request_id, media)
+        self.scheduler.add(live.sequences[0])
+        return []
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request without further events and frees everything it holds."""
+        if live := self._live.get(request_id):
+            self._forget(live)
+
+    def has_work(self) -> bool:
+        return bool(self._live) or (self.images is not None and self.images.busy())
+
+    def vision_restarted(self, suspects: Iterable[bytes] | None = None) -> list[RequestOutput]:
+        """The vision stage is a new process; its jobs in flight are submitted again."""
+        return [] if self.images is None else self._fail(self.images.restarted(suspects))
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Advances whatever can advance; returns at once when nothing can."""
+        outputs = self._pump_images()
+        plan = self.scheduler.schedule()
+        for sequence in plan.preempted:
+            self._drop_rows(sequence)
+        if not plan.chunks:
+            return outputs
+        live = {c.sequence.request.request_id: None for c in plan.chunks}
+        try:
+            batch = self._build(plan)
+            logits = self.runner.forward(batch, plan.copies)
+            self._commit(plan)
+            self._take_tokens(batch, logits)
+        except Exception:
+            logger.exception("step %d failed with %d chunks", plan.step, len(plan.chunks))
+            return outputs + self._fail(ImageFailure(name, INTERNAL) for name in live)
+        for request_id in live:
+            outputs += self._report(self._live[request_id])
+        return outputs
+
+    def _pump_images(self) -> list[RequestOutput]:
+        if self.images is None:
+            return []
+        outputs = self._fail(self.images.pump(self.scheduler.in_order()))
+        checked = self.images.take_checked()
+        return outputs + [RequestOutput(r, media_checked=True) for r in checked]
+
+    def _build(self, plan: StepPlan) -> ForwardBatch:
+        def wants(chunk: ScheduledChunk) -> bool:
+            sequence = chunk.sequence
+            return sequence.choice == 0 and self._owner(sequence).wants_prompt_logprobs
+
+        for chunk in plan.chunks:
+            self._owner(chunk.sequence).scheduled()
+        rows_of = self.images.arena.rows if self.images else _no_rows
+        return batches.build(
+            plan, self.scheduler.kv, rows_of, wants, mrope=self._mrope, device=self._device
+        )
+
+    def _commit(self, plan: StepPlan) -> None:
+        self.scheduler.commit(plan)
+        for chunk in plan.chunks:
+            prompt = chunk.sequence.num_prompt_tokens
+            self._prompt_tokens += max(0, min(chunk.end, prompt) - chunk.start)
+            if self.images is not None:
+                self.images.consumed(chunk.sequence)
+        tokens = plan.num_tokens
+        self._iterations[sum(tokens > bound for bound in _ITERATION_BOUNDS)] += 1
+        self._iteration_total += tokens
+
+    def _take_tokens(self, batch: ForwardBatch, logits: torch.Tensor) -> None:
+        """Samples every sequence that the step brought to its end, forking first samples."""
+        for part in batch.prompt_rows:
+            live = self._owner(part.chunk.sequence)
+            targets = live.request.token_ids[part.first_target : part.first_target + part.count]
+            rows = logits[part.first_row : part.first_row + part.count]
+            tops = [live.request.sampling.prompt_logprobs or 0] * part.count
+            found = logprobs_of(rows, list(targets), tops, self._bytes_of)
+            live.add_prompt_logprobs(part.first_target, found)
+        samples = [
+            (row, sequence)
+            for row, chunk in enumerate(batch.sampled)
+            for sequence in self._forked(chunk.sequence)
+        ]
+        if not samples:
+            return
+        picked = logits[: len(batch.sampled)]
+        if len(samples) != len(picked):
+            picked = logits[[row for row, _ in samples]]
+        params = [self._owner(sequence).row(sequence, self._eos) for _, sequence in samples]
+        for (_, sequence), found_token in zip(
+            samples, sample(picked, params, self._bytes_of), strict=True
+        ):
+            self._generation_tokens += 1
+            if self._owner(sequence).push(sequence, found_token, self.tokenizer, self._eos):
+                self._drop_rows(sequence)
+                self.scheduler.remove(sequence)
+
+    def _forked(self, first: Sequence) -> list[Sequence]:
+        """The sequence and, at the end of its prompt, the other samples that start from it."""
+        family = [first]
+        live = self._owner(first)
+        for choice in range(1, first.width):
+            child = first.fork(next(self._seq_ids), choice)
+            live.sequences[choice] = child
+            self.scheduler.fork(first, child)
+            family.append(child)
+        return family
+
+    def _report(self, live: LiveRequest) -> list[RequestOutput]:
+        output = live.step_output(self._image_times(live))
+        if output is not None and output.finished:
+            self._forget(live)
+        return [] if output is None else [output]
+
+    # -- endings ------------------------------------------------------------------------------
+
+    def _fail(self, failures: Iterable[ImageFailure]) -> list[RequestOutput]:
+        outputs = []
+        for failure in failures:
+            live = self._live.get(failure.request_id)
+            if live is not None:
+                outputs.append(live.failed(failure.error, self._image_times(live)))
+                self._forget(live)
+        return outputs
+
+    def _forget(self, live: LiveRequest) -> None:
+        for sequence in live.sequences.values():
+            self._drop_rows(sequence)
+            self.scheduler.remove(sequence)
+        if self.images is not None:
+            self.images.forget(live.request.request_id)
+        del self._live[live.request.request_id]
+
+    def _drop_rows(self, sequence: Sequence) -> None:
+        if self.images is not None:
+            self.images.drop(sequence)
+
+    def _image_times(self, live: LiveRequest) -> tuple[float, float]:
+        return self.images.times(live.request.request_id) if self.images else (0.0, 0.0)
+
+    def _owner(self, sequence: Sequence) -> LiveRequest:
+        return self._live[sequence.request.request_id]
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        """Ids past the tokenizer's end exist in padded vocabularies and have no bytes."""
+        return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
+
+    # -- state --------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        pool = self.scheduler.kv.pool
+        arena = self.images.arena.stats() if self.images else None
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            kv_blocks_total=pool.num_blocks,
+            kv_blocks_used=pool.num_used,
+            embedding_rows_total=arena.rows_total if arena else 0,
+            embedding_rows_used=arena.rows_used if arena else 0,
+            embedding_rows_cached=arena.rows_cached if arena else 0,
+            steps=self.scheduler.step,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            preemptions=self.scheduler.num_preemptions,
+            image_cache_queries=arena.queries if arena else 0,
+            image_cache_hits=arena.hits if arena else 0,
+            images_encoded=arena.encodes if arena else 0,
+            iteration_tokens=Histogram(
+                _ITERATION_BOUNDS, tuple(self._iterations), float(self._iteration_total)
+            ),
+        )
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the parts disagree; at idle everything is free."""
+        self.scheduler.check_invariants()
+        if self.images is not None:
+            self.images.arena.check_invariants()
+        known = {s.seq_id for live in self._live.values() for s in live.sequences.values()}
+        held = {s.seq_id for s in self.scheduler.in_order()}
+        if known != held:
+            raise AssertionError(f"requests own sequences {known}, the scheduler {held}")
+        if not known and self.scheduler.kv.pool.num_used:
+            raise AssertionError(f"{self.scheduler.kv.pool.num_used} blocks are used at idle")
+
+
+def _no_rows(key: bytes) -> tuple[tuple[int, int], ...]:
+    raise AssertionError("a text model has no image rows")

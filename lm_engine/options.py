@@ -1,0 +1,32 @@
+"""What the operator chose for the language and vision stages.
+
+Owns: EngineOptions, frozen. Does not own: where a value came from (api/config.py), or what
+"auto" resolves to (engine.py, which reports it in ModelInfo). Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    model: str
+    """A Hugging Face folder, a GGUF file, or a hub id."""
+    served_name: str | None = None
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16; auto is the checkpoint's own on CUDA, float32 on CPU."""
+    device: str = "auto"
+    max_model_len: int | None = None
+    """None: the model's own limit, or what the KV memory holds if that is less."""
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    kv_memory_bytes: int | None = None
+    """Hard limit of the device's KV pool; None takes a share of what is free."""
+    embedding_rows: int | None = None
+    """Rows of the embedding arena; None takes 8192, or the largest image if that is more."""
+    threads: int | None = None
+    """Torch threads of a stage that works alone; None takes all cores that this process may use."""
+    vision_process: bool = True
+    """Whether the vision stage has a process of its own (the default topology)."""

@@ -1,0 +1,99 @@
+"""What the engine says about a request: deltas, usage, timing, failure.
+
+Owns: the values that cross from the language stage to whoever asked (in-process caller or
+API process). Does not own: HTTP shapes (api/) or how they travel (process.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural log, before temperature and penalties) of one token and of the
+    most likely alternatives, best first."""
+
+    token_id: int
+    token: bytes
+    """The token's own bytes; may be part of a UTF-8 character."""
+    logprob: float
+    rank: int
+    """1 is the most likely token of the vocabulary."""
+    top: tuple[tuple[int, bytes, float], ...] = ()
+    """(token id, bytes, log-probability) of the alternatives that were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a request's time went, seconds. Spans do not overlap except `encode_s`, which runs
+    beside prefill."""
+
+    queue_s: float = 0.0
+    """From the engine's receipt to the first scheduled chunk."""
+    prefill_s: float = 0.0
+    """From the first scheduled chunk to the first token."""
+    decode_s: float = 0.0
+    """From the first token to the last."""
+    image_decode_s: float = 0.0
+    """Pixels: bytes to patches, summed over this request's images; 0 for cached images."""
+    encode_s: float = 0.0
+    """Vision tower, this request's share; 0 for cached images."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was not computed for this request."""
+    image_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDelta:
+    """What one step added to one choice. Concatenated `text` equals the unstreamed text."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended the choice, if one did."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One event of a request: some of its choices advanced, or its media were checked.
+
+    The last event of a request has `finished` set and carries usage and timing; after a failure
+    it carries `error` as well.
+    """
+
+    request_id: str
+    deltas: tuple[SequenceDelta, ...] = ()
+    media_checked: bool = False
+    """Set once, when every image of the request has been decoded without fault."""
+    prompt_progress: tuple[int, int] | None = None
+    """(prompt tokens processed, prompt tokens in all), while prefilling."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Once, with the first token: one entry per prompt token, None for the first."""
+    finished: bool = False
+    usage: Usage | None = None
+    timing: Timing | None = None
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestError:
+    """Why a request failed. `kind` decides the HTTP status; `message` is for the user and
+    contains no internals."""
+
+    kind: Literal["invalid", "never_fits", "media", "overloaded", "internal"]
+    message: str
+    param: str | None = None
+    """The field at fault, in the user's terms, such as "messages.0.content.1"."""
