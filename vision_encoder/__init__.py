@@ -1,0 +1,1 @@
+"""Image bytes to embedding rows."""
