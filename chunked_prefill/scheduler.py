@@ -11,7 +11,7 @@ for, and only a sequence that ranks below every other may lose its KV to one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from chunked_prefill.budget import TokenBudget
@@ -141,6 +141,8 @@ class Scheduler:
         for sequence in decodes[share.decode_tokens :]:
             if draft.num_tokens < share.total_tokens:
                 self._place(draft, sequence, 1)
+        if not draft.chunks:
+            self._unblock(draft)
         return StepPlan(self.step, tuple(draft.chunks), tuple(draft.copies), tuple(draft.preempted))
 
     def commit(self, plan: StepPlan) -> None:
@@ -187,10 +189,41 @@ class Scheduler:
         """A waiting request takes seat and memory from running ones of a lower priority class."""
         for sequence in [s for s in self._waiting if s.advanceable > 0]:
             below = [s for s in self._running if s.request.priority > sequence.request.priority]
-            while below and not (self._has_seat(sequence) and self._has_room(sequence)):
-                victim = max(below, key=_rank)
-                below.remove(victim)
-                self._preempt(victim, draft)
+            self._clear(draft, sequence, below)
+
+    def _unblock(self, draft: _Draft) -> None:
+        """When all that runs waits for images whose rows a waiting sequence of a higher rank may
+        hold, and that one waits for their KV, the circle is cut in its favour."""
+        first = next((s for s in self._waiting if s.advanceable > 0), None)
+        if first is not None and all(_rank(s) > _rank(first) for s in self._running):
+            self._clear(draft, first, list(self._running))
+            self._admit(draft, self.budget.max_num_batched_tokens)
+
+    def _clear(self, draft: _Draft, sequence: Sequence, below: list[Sequence]) -> None:
+        """Preempts of `below`, from the last rank up, until `sequence` has seat and memory; nobody
+        if it would lack them even then."""
+        if not self._fits(sequence, without=below):
+            return
+        while below and not self._fits(sequence):
+            victim = max(below, key=_rank)
+            below.remove(victim)
+            self._preempt(victim, draft)
+
+    def _fits(self, sequence: Sequence, without: Iterable[Sequence] = ()) -> bool:
+        """Whether there is a seat and room for the sequence's known tokens beside what running
+        ones still need, `without` (blocks that these share with others count as theirs)."""
+        gone = {s.seq_id: self.kv.held_blocks(s.seq_id) for s in without}
+        stay = [s for s in self._running if s.seq_id not in gone]
+        if sum(s.width for s in stay) + sequence.width > self.max_num_seqs:
+            return False
+        if not stay:
+            return True
+        promised = sum(
+            max(0, self.kv.blocks_for(s.num_tokens + 1) - self.kv.held_blocks(s.seq_id))
+            for s in stay
+        )
+        need = self.kv.blocks_for(sequence.num_tokens + 1)
+        return promised + need <= self.kv.pool.num_free + sum(gone.values())
 
     def _has_seat(self, sequence: Sequence) -> bool:
         return sum(s.width for s in self._running) + sequence.width <= self.max_num_seqs
@@ -199,10 +232,11 @@ class Scheduler:
         for sequence in list(self._waiting):
             if tokens <= 0 or not self._has_seat(sequence):
                 return
-            if sequence.advanceable <= 0:
+            if sequence.advanceable <= 0 or sequence in draft.preempted:
+                # What a victim's counters say of its images holds only until it lost its KV.
                 continue
             length = min(tokens, sequence.advanceable)
-            if not self._has_room(sequence) or not draft.try_add(sequence, length):
+            if not self._fits(sequence) or not draft.try_add(sequence, length):
                 bypasses = self._bypasses.get(sequence.seq_id, 0) + 1
                 self._bypasses[sequence.seq_id] = bypasses
                 if bypasses > _MAX_BYPASSES:
@@ -213,17 +247,6 @@ class Scheduler:
             self._running.append(sequence)
             self._running.sort(key=_rank)
             tokens -= length
-
-    def _has_room(self, sequence: Sequence) -> bool:
-        """Whether the sequence's known tokens fit beside those that running ones still need."""
-        if not self._running:
-            return True
-        promised = sum(
-            max(0, self.kv.blocks_for(s.num_tokens + 1) - self.kv.held_blocks(s.seq_id))
-            for s in self._running
-        )
-        need = self.kv.blocks_for(sequence.num_tokens + 1)
-        return promised + need <= self.kv.pool.num_free
 
     def check_invariants(self) -> None:
         self.kv.check_invariants()

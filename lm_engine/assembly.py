@@ -20,7 +20,7 @@ from chunked_prefill.scheduler import Scheduler
 from kv_offload.kv_cache import KVCache
 from kv_offload.kv_manager import KVManager
 from kv_offload.layout import KVLayout
-from lm_engine.attention import select
+from lm_engine.attention.select import select
 from lm_engine.client import ModelInfo
 from lm_engine.engine import Engine
 from lm_engine.images import ImageFeed

@@ -126,7 +126,31 @@ class ImageFeed:
                 break
             self.drop(victim)
             outcome = self._acquire(first, 0)
+        if outcome is Acquired.FULL and self._give_back_later(first):
+            outcome = self._acquire(first, 0)
         return outcome
+
+    def _give_back_later(self, sequence: Sequence) -> bool:
+        """Gives back images that the sequence holds for a later place than its next pending span:
+        one picture at both ends of a prompt must not keep the one between them out for ever."""
+        held = self._holds.get(sequence.seq_id, set())
+        needed = [s for s in sequence.request.image_spans if s.end > sequence.num_computed_tokens]
+        sooner: set[bytes] = set()
+        for span in needed:
+            if span.key not in held:
+                break
+            sooner.add(span.key)
+        later = held - sooner
+        for key in later:
+            held.remove(key)
+            self._release(sequence.seq_id, key)
+        return bool(later)
+
+    def _release(self, seq_id: int, key: bytes) -> None:
+        """Rows of a flight that nobody wants any more are freed with its reply."""
+        self.arena.release(key, seq_id)
+        if key in self._jobs and not self.arena.holders(key):
+            self.link.cancel(key, self.arena.epoch)
 
     def _submit(self, item: MediaItem, urgency: tuple[int, int]) -> None:
         self._jobs.add(item.key)
@@ -224,13 +248,10 @@ class ImageFeed:
             self.arena.release(key, sequence.seq_id)
 
     def drop(self, sequence: Sequence) -> None:
-        """The sequence ended or lost its KV: it holds nothing. Flights that nobody else wants
-        are cancelled; their rows are freed with the reply."""
+        """The sequence ended or lost its KV: it holds nothing."""
         self._owner_of.pop(sequence.seq_id, None)
         for key in self._holds.pop(sequence.seq_id, set()):
-            self.arena.release(key, sequence.seq_id)
-            if key in self._jobs and not self.arena.holders(key):
-                self.link.cancel(key, self.arena.epoch)
+            self._release(sequence.seq_id, key)
 
     def restarted(self, suspects: Iterable[bytes] | None = None) -> list[ImageFailure]:
         """The vision stage is a new process: what was in flight is asked for again, except images
