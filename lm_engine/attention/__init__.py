@@ -1,0 +1,1 @@
+"""Attention over paged KV: a reference and faster paths behind one Protocol."""

@@ -1,0 +1,143 @@
+"""What attention is asked and what it answers, whoever computes it.
+
+Owns: SequenceSlice and AttentionBatch (which rows see which keys), the Protocol AttentionBackend,
+and `pieces`, which cuts a context at canonical splits and finds where its slots lie.
+Does not own: storage (kv_offload/kv_cache.py), how a batch is built (batch.py), or any kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kv_offload.kv_cache import KVCache
+
+DEFAULT_SPLIT_TOKENS = 2048
+"""Canonical splits begin at multiples of this many tokens (DESIGN idea 4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """One sequence's share of a step: `query_len` rows, the last of its context so far."""
+
+    query_start: int
+    """First row of this sequence in the step's tensors."""
+    query_len: int
+    """Rows, at least 1; row i sits at position context_len - query_len + i."""
+    context_len: int
+    """Tokens whose KV is in the cache once this step has written its own."""
+    runs: tuple[tuple[int, int], ...]
+    """The block table as stretches of consecutive blocks: (first block, blocks), in order."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.query_len <= self.context_len:
+            raise ValueError(
+                f"query_len is {self.query_len} with context_len {self.context_len}; a slice has "
+                "at least one row, and its rows are the last of its context"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBatch:
+    """Which rows of a step see which keys. Immutable, so that a backend may prepare once per batch
+    and use it in every layer; compared by identity."""
+
+    sequences: tuple[SequenceSlice, ...]
+    """Disjoint row ranges which together cover all rows, in ascending order."""
+    slots: torch.Tensor
+    """int64 [T] on the cache's device: where each row's own key and value are stored."""
+
+    def __post_init__(self) -> None:
+        row = 0
+        for sequence in self.sequences:
+            if sequence.query_start != row:
+                raise ValueError(
+                    f"a slice starts at row {sequence.query_start} where row {row} is next; slices "
+                    "must cover the step's rows in order"
+                )
+            row += sequence.query_len
+        if row != self.slots.shape[0]:
+            raise ValueError(f"slices cover {row} rows but there are {self.slots.shape[0]} slots")
+
+
+class AttentionBackend(Protocol):
+    """Attention of a step's rows over the paged cache."""
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        batch: AttentionBatch,
+        cache: KVCache,
+        *,
+        window: int | None,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend rows `q` [T, Hq, d] over keys at positions <= their own, which the cache holds
+        already for this step's rows too.
+
+        Query head h uses KV head h // (Hq / Hkv). With a window w, a row at position p sees the
+        positions p - w + 1 .. p. Scores are multiplied by `scale` before the softmax.
+
+        Returns (out [T, Hq, d] in q's dtype, contiguous; lse [T, Hq] float32, the natural
+        logarithm of the sum over seen keys of exp(scaled score)).
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Keys of one sequence within one canonical split: consecutive positions, in one or several
+    stretches of consecutive slots."""
+
+    start: int
+    """Position of the first key."""
+    length: int
+    stretches: tuple[tuple[int, int], ...]
+    """(first slot, slots), in order of position; their slots add up to `length`."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+def stretches(
+    runs: tuple[tuple[int, int], ...], block_size: int, start: int, end: int
+) -> tuple[tuple[int, int], ...]:
+    """Slots of the positions [start, end) as (first slot, slots), neighbours joined.
+
+    Raises ValueError when the block table ends before `end`.
+    """
+    found: list[tuple[int, int]] = []
+    position = 0
+    for first_block, num_blocks in runs:
+        size = num_blocks * block_size
+        low, high = max(start, position), min(end, position + size)
+        if low < high:
+            slot = first_block * block_size + low - position
+            if found and found[-1][0] + found[-1][1] == slot:
+                found[-1] = (found[-1][0], found[-1][1] + high - low)
+            else:
+                found.append((slot, high - low))
+        position += size
+        if position >= end:
+            break
+    if position < end:
+        raise ValueError(
+            f"the block table covers {position} tokens of a context of {end}; "
+            f"it lacks {-(-(end - position) // block_size)} blocks"
+        )
+    return tuple(found)
+
+
+def pieces(
+    sequence: SequenceSlice, block_size: int, split: int, start: int, end: int
+) -> Iterator[Piece]:
+    """Cut the positions [start, end) of a sequence at multiples of `split`, in order."""
+    while start < end:
+        stop = min(end, (start // split + 1) * split)
+        yield Piece(start, stop - start, stretches(sequence.runs, block_size, start, stop))
+        start = stop

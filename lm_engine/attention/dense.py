@@ -1,0 +1,191 @@
+"""Attention of one sequence's rows through a kernel for dense keys.
+
+Owns: the cutting of a sequence's context into parts that such a kernel can do - no mask, causal
+from the top left, or an explicit mask - and the merge of their results.
+Does not own: the kernels (cpu.py, torch_cuda.py), or lone decode rows in a batch (ragged.py).
+
+A chunk of C rows at positions p0 .. p0 + C - 1 meets its context in up to three kinds of part:
+
+    keys:   0 ..... first ....... full ........ p0 ........ p0 + C
+            | not seen | masked: the  | seen by   | diagonal: |
+            | (window) | window's edge| every row | causal    |
+
+Without a window only the last two exist. The first two kinds are cut at canonical splits; the
+diagonal is left whole, because a cut through it would cost calls and change nothing but rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from kv_offload.kv_cache import KVCache
+from lm_engine.attention.base import SequenceSlice, pieces, stretches
+from lm_engine.attention.merge import merge_into
+
+_FEWEST_ROWS_UNDER_WINDOW = 128
+"""A chunk longer than its window is cut into rows of about the window's length, so that masked
+work stays a constant share; below this many rows calls would cost more than they save."""
+
+
+class DenseKernel(Protocol):
+    """Attention of C rows over n keys that lie in one strided tensor."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool,
+        mask: torch.Tensor | None,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [1, Hq, C, d]; k, v [1, Hkv, n, d]; mask bool [C, n], True where a row sees a key (each
+        row sees at least one). `causal` means that row i sees keys 0 .. i.
+
+        Returns (out [1, Hq, C, d], lse [1, Hq, C] float32).
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One call of the kernel: some rows of a sequence against some of its keys."""
+
+    first_row: int
+    """Row of the step at which the part's rows start."""
+    num_rows: int
+    causal: bool
+    mask: torch.Tensor | None
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    """Per layer [1, Hkv, n, d] views, when the part's slots are consecutive; else empty."""
+    stretches: tuple[tuple[int, int], ...]
+
+    def load(self, layer: int, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [1, Hkv, n, d]: views, or a copy if the slots are scattered."""
+        if self.keys:
+            return self.keys[layer], self.values[layer]
+        k, v = cache.keys[layer], cache.values[layer]
+        return (
+            torch.cat([k[:, s : s + n] for s, n in self.stretches], dim=1).unsqueeze(0),
+            torch.cat([v[:, s : s + n] for s, n in self.stretches], dim=1).unsqueeze(0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Consecutive rows of one sequence with all the parts whose merge is their attention. The
+    first part covers every row of the group; later ones may cover only its first rows."""
+
+    first_row: int
+    num_rows: int
+    parts: tuple[Part, ...]
+
+
+def plan_rows(
+    sequence: SequenceSlice, cache: KVCache, split: int, window: int | None
+) -> Iterator[RowGroup]:
+    """Row groups of one sequence, in order."""
+    longest = sequence.query_len
+    if window is not None:
+        longest = min(longest, max(window, _FEWEST_ROWS_UNDER_WINDOW))
+    first_position = sequence.context_len - sequence.query_len
+    for offset in range(0, sequence.query_len, longest):
+        rows = min(longest, sequence.query_len - offset)
+        yield _plan_group(
+            replace(
+                sequence,
+                query_start=sequence.query_start + offset,
+                query_len=rows,
+                context_len=first_position + offset + rows,
+            ),
+            cache,
+            split,
+            window,
+        )
+
+
+def _plan_group(group: SequenceSlice, cache: KVCache, split: int, window: int | None) -> RowGroup:
+    rows, end = group.query_len, group.context_len
+    start = end - rows
+    reach = end if window is None else window
+    block_size = cache.layout.block_size
+
+    def part(
+        num_rows: int,
+        where: tuple[tuple[int, int], ...],
+        causal: bool = False,
+        mask: torch.Tensor | None = None,
+    ) -> Part:
+        keys, values = cache.layer_views(*where[0]) if len(where) == 1 else ((), ())
+        return Part(group.query_start, num_rows, causal, mask, keys, values, where)
+
+    # A lone row sees its whole range, itself included: no diagonal.
+    full_end = end if rows == 1 else start
+    full_start = min(full_end, max(0, end - reach))
+    edge_start = max(0, start - reach + 1)
+    parts: list[Part] = []
+    if rows > 1:
+        narrow = None if reach >= rows else _window_mask(start, rows, start, end, reach, cache)
+        where = stretches(group.runs, block_size, start, end)
+        parts.append(part(rows, where, causal=narrow is None, mask=narrow))
+    for piece in pieces(group, block_size, split, full_start, full_end):
+        parts.append(part(rows, piece.stretches))
+    for piece in pieces(group, block_size, split, edge_start, min(full_start, start)):
+        seeing = min(rows, piece.end - 1 + reach - start)
+        mask = _window_mask(start, seeing, piece.start, piece.end, reach, cache)
+        parts.append(part(seeing, piece.stretches, mask=mask))
+    return RowGroup(group.query_start, rows, tuple(parts))
+
+
+def _window_mask(
+    first_query: int, num_rows: int, start: int, end: int, window: int, cache: KVCache
+) -> torch.Tensor:
+    """bool [num_rows, end - start]: which of the positions start .. end - 1 the rows at
+    first_query, first_query + 1, ... see."""
+    queries = torch.arange(first_query, first_query + num_rows, device=cache.device)[:, None]
+    keys = torch.arange(start, end, device=cache.device)
+    return (keys <= queries) & (keys > queries - window)
+
+
+def attend_group(
+    kernel: DenseKernel,
+    layer: int,
+    q: torch.Tensor,
+    group: RowGroup,
+    cache: KVCache,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a row group; q [T, Hq, d] are the step's rows.
+
+    Returns (out [rows, Hq, d], lse [rows, Hq] float32), possibly strided.
+    """
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    for part in group.parts:
+        rows = q[part.first_row : part.first_row + part.num_rows]
+        k, v = part.load(layer, cache)
+        part_out, part_lse = kernel(
+            rows.transpose(0, 1).unsqueeze(0),
+            k,
+            v,
+            causal=part.causal,
+            mask=part.mask,
+            scale=scale,
+        )
+        part_out = part_out.squeeze(0).transpose(0, 1)
+        part_lse = part_lse.squeeze(0).transpose(0, 1)
+        if out is None or lse is None:
+            out, lse = part_out, part_lse
+            if len(group.parts) > 1:
+                out, lse = out.float(), lse.clone()
+            continue
+        merge_into(out[: part.num_rows], lse[: part.num_rows], part_out, part_lse)
+    assert out is not None
+    assert lse is not None
+    return out, lse

@@ -1,0 +1,1 @@
+"""Decoder mathematics and weight loading."""
