@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer
 
-from chunked_prefill.request import Request
+from chunked_prefill.request import Request, SamplingParams
 from chunked_prefill.scheduler import ScheduledChunk, Scheduler, StepPlan
 from chunked_prefill.sequence import Sequence
 from lm_engine import batch as batches
@@ -34,6 +36,9 @@ from lm_engine.outputs import RequestError, RequestOutput
 from lm_engine.runner import Runner
 from lm_engine.sampler import logprobs_of, sample
 from vision_encoder.link import VisionLink
+
+if TYPE_CHECKING:
+    from lm_engine.offline import Completion, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +90,18 @@ class Engine:
         from lm_engine.assembly import build_engine
 
         return build_engine(options, progress=progress, vision=vision, storage=storage)
+
+    def generate(
+        self,
+        prompts: SequenceOf[Prompt],
+        sampling: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Answers many prompts without a server; see offline.generate."""
+        from lm_engine.offline import generate
+
+        return generate(self, prompts, sampling, progress=progress)
 
     # -- requests -----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ it give back what they have not used: only the oldest is guaranteed to go on (DE
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -23,6 +24,9 @@ from vision_encoder.embedding_arena import Acquired, EmbeddingArena
 from vision_encoder.link import EncodeJob, EncodeResult, VisionLink
 from vision_encoder.stage import BYTES_GONE, CANCELLED
 
+logger = logging.getLogger(__name__)
+
+MISMATCH = "an image does not match what is known under its key"
 QUARANTINED = "the image made the vision stage fail repeatedly and is not tried again"
 
 
@@ -89,9 +93,17 @@ class ImageFeed:
         line = [s for s in in_order if s.request.image_spans]
         needing = [s for s in line if self._pending(s)]
         for place, sequence in enumerate(needing):
-            outcome = self._acquire(sequence, place)
-            if outcome is Acquired.FULL and place == 0:
-                outcome = self._reclaim_for(sequence, line[line.index(sequence) + 1 :])
+            try:
+                outcome = self._acquire(sequence, place)
+                if outcome is Acquired.FULL and place == 0:
+                    outcome = self._reclaim_for(sequence, line[line.index(sequence) + 1 :])
+            except ValueError:
+                # A key that the arena knows with another number of rows: the request's maker broke
+                # the promise of keys, which must not end everyone else's.
+                logger.exception("an image of %s was refused", sequence.request.request_id)
+                error = RequestError("internal", MISMATCH)
+                failures.append(ImageFailure(sequence.request.request_id, error))
+                continue
             if outcome is Acquired.QUARANTINED:
                 error = RequestError("media", QUARANTINED)
                 failures.append(ImageFailure(sequence.request.request_id, error))

@@ -170,6 +170,8 @@ def attend_group(
     for part in group.parts:
         rows = q[part.first_row : part.first_row + part.num_rows]
         k, v = part.load(layer, cache)
+        if k.dtype != q.dtype:
+            k, v = k.to(q.dtype), v.to(q.dtype)
         part_out, part_lse = kernel(
             rows.transpose(0, 1).unsqueeze(0),
             k,

@@ -102,7 +102,7 @@ class RaggedRows:
     def attend(
         self, layer: int, q: torch.Tensor, cache: KVCache, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [B, Hq, d] float32, the batch's rows in the order given at construction.
+        """q [B, Hq, d], the batch's rows in the order given at construction.
 
         Returns (out [B, Hq, d], lse [B, Hq]), float32.
         """
@@ -113,7 +113,7 @@ class RaggedRows:
         scores.zero_()
         torch.sparse.sampled_addmm(
             self._pattern,
-            q.reshape(-1, dim),
+            q.float().reshape(-1, dim),
             keys.t(),
             beta=0.0,
             alpha=scale,

@@ -157,6 +157,19 @@ def test_half_precision_keeps_its_own_tolerance(dtype: str) -> None:
     torch.testing.assert_close(lse.double(), want_lse, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_queries_and_kv_may_differ_in_type(stored: str) -> None:
+    paged = make_paged([(1, 60), (1, 9), (13, 50)], dtype=stored, scatter=0.2)
+    exact = stored == "bfloat16"
+    paged.q = paged.q.float() if exact else paged.q.bfloat16()
+    out, lse = attend(CpuAttention(16), paged)
+    want, want_lse = naive(paged, None, SCALE)
+    assert out.dtype == paged.q.dtype
+    tolerance = 1e-5 if exact else 4 * 2.0**-8
+    torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=0)
+    torch.testing.assert_close(lse.double(), want_lse, atol=tolerance, rtol=0)
+
+
 def test_strided_queries_are_read_as_they_are() -> None:
     paged = make_paged([(1, 60), (1, 9), (13, 50)])
     want = attend(CpuAttention(16), paged)

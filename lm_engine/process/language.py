@@ -1,0 +1,224 @@
+"""The language stage's process: messages in, engine steps, events out.
+
+Owns: the loop around an engine, its waiting, and its signs of life. Does not own: the engine, the
+sockets' bytes (wire.py), or what happens when this process ends (supervisor.py).
+
+Each turn drains all sockets, takes one step, and sends what it brought in one write. It waits
+only when no step could help: nothing to do, everything waits for the vision stage, or the API
+process does not read.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from chunked_prefill.request import Request
+from lm_engine.client import EngineStats, MediaItem, ModelInfo
+from lm_engine.outputs import RequestError, RequestOutput
+from lm_engine.process.board import Slot
+from lm_engine.process.link import RemoteVisionLink
+from lm_engine.process.messages import (
+    Abort,
+    NewLink,
+    StepEvents,
+    Stop,
+    Submission,
+    Submit,
+    Supervision,
+)
+from lm_engine.process.threads import ThreadShare
+from lm_engine.process.wire import Codec, Control, Wire, WireError
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAKE_S = 0.5
+"""Longest sleep of an idle stage between two signs of life."""
+_STATS_EVERY_S = 0.1
+_STALLED_WAKE_S = 0.01
+"""Between steps that bring nothing although nothing is awaited."""
+_PATIENCE_S = 0.02
+_MAX_UNSENT_BYTES = 8 << 20
+"""Events that the API process has not read; no step is taken above this."""
+_FAILED = RequestError("internal", "the engine failed while admitting this request")
+
+
+class LanguageEngine(Protocol):
+    """What the loop needs of an engine."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def add(self, request: Request, media: tuple[MediaItem, ...]) -> list[RequestOutput]: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def vision_restarted(self, suspects: Iterable[bytes] | None) -> list[RequestOutput]: ...
+
+
+class StepBound:
+    """How long the next step may take before the process counts as stuck, seconds."""
+
+    def __init__(self, limits: Supervision) -> None:
+        self._limits = limits
+        self._slowest_s = 0.0
+
+    def observe(self, duration_s: float) -> None:
+        self._slowest_s = max(self._slowest_s, duration_s)
+
+    @property
+    def bound_s(self) -> float:
+        return max(self._limits.step_floor_s, self._limits.step_factor * self._slowest_s)
+
+
+class LanguageLoop:
+    """Runs until told to stop, or until the supervisor or the API process is gone."""
+
+    def __init__(
+        self,
+        engine: LanguageEngine,
+        *,
+        codec: Codec,
+        client: Wire,
+        control: Control,
+        link: RemoteVisionLink | None,
+        slot: Slot,
+        threads: ThreadShare,
+        limits: Supervision,
+    ) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._client = client
+        self._control = control
+        self._link = link
+        self._slot = slot
+        self._threads = threads
+        self._limits = limits
+        self._bound = StepBound(limits)
+        self._outputs: list[RequestOutput] = []
+        self._aborted: list[str] = []
+        self._stats_at_s = 0.0
+        self._stats_due = True
+        self._stopping = False
+
+    def run(self) -> None:
+        wait_s = 0.0
+        while not self._stopping:
+            self._wait(wait_s)
+            self._take_control()
+            self._take_requests()
+            wait_s = self._advance()
+            self._send()
+            if self._stats_due:
+                wait_s = min(wait_s, _STATS_EVERY_S)
+
+    # -- in --------------------------------------------------------------------------------------
+
+    def _wait(self, timeout_s: float) -> None:
+        readers: list[Wire | Control | RemoteVisionLink] = [self._client, self._control]
+        writers: list[Wire | RemoteVisionLink] = []
+        if self._client.unsent_bytes:
+            writers.append(self._client)
+        if self._link is not None and self._link.connected:
+            readers.append(self._link)
+            if self._link.wants_to_write:
+                writers.append(self._link)
+        if timeout_s:
+            self._slot.busy = False
+            self._slot.beat(self._limits.idle_bound_s)
+        select.select(readers, writers, [], timeout_s)
+
+    def _take_control(self) -> None:
+        for message, attached in self._control.receive():
+            if isinstance(message, Stop):
+                self._stopping = True
+            elif isinstance(message, NewLink) and attached is not None:
+                self._vision_replaced(attached, message.suspects)
+        if self._control.closed or self._client.closed:
+            self._stopping = True
+
+    def _vision_replaced(self, sock: socket.socket, suspects: tuple[bytes, ...]) -> None:
+        if self._link is None:
+            sock.close()
+            return
+        self._link.reconnect(sock)
+        self._outputs += self._engine.vision_restarted(suspects)
+
+    def _take_requests(self) -> None:
+        self._client.flush()
+        for message in self._client.receive(_PATIENCE_S):
+            if isinstance(message, Submit):
+                self._outputs += self._add(message)
+            elif isinstance(message, Abort):
+                self._engine.abort(message.request_id)
+                self._aborted.append(message.request_id)
+            self._stats_due = True
+
+    def _add(self, message: Submit) -> list[RequestOutput]:
+        try:
+            submission = self._codec.unpack(Submission, message.body)
+            return self._engine.add(submission.request, submission.media)
+        except WireError as fault:
+            logger.error("request %s: %s", message.request_id, fault)
+        except Exception:
+            logger.exception("request %s could not be admitted", message.request_id)
+            self._engine.abort(message.request_id)
+        return [RequestOutput(message.request_id, finished=True, error=_FAILED)]
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def _advance(self) -> float:
+        """One step if there is work. Returns how long to wait for news before the next, seconds."""
+        if self._link is not None:
+            self._link.pump()
+        if not self._engine.has_work() or self._client.unsent_bytes > _MAX_UNSENT_BYTES:
+            return 0.0 if self._outputs or self._aborted else IDLE_WAKE_S
+        before = _work_done(self._engine.stats())
+        self._slot.beat(self._bound.bound_s)
+        self._slot.busy = True
+        self._threads.settle()
+        begin = time.monotonic()
+        outputs = self._engine.step()
+        self._bound.observe(time.monotonic() - begin)
+        self._slot.beat(self._limits.idle_bound_s)
+        self._stats_due = True
+        self._outputs += outputs
+        if outputs or _work_done(self._engine.stats()) != before or self._link is None:
+            return 0.0
+        # Nothing could advance. A reply wakes this process at once; until then the vision stage
+        # has the cores for itself.
+        if self._link.has_results:
+            return 0.0
+        return IDLE_WAKE_S if self._link.busy() else _STALLED_WAKE_S
+
+    # -- out -------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        now = time.monotonic()
+        due = self._stats_due and (
+            now - self._stats_at_s >= _STATS_EVERY_S or not self._engine.has_work()
+        )
+        if not (due or self._outputs or self._aborted):
+            return
+        stats = self._engine.stats() if due else None
+        if due:
+            self._stats_at_s, self._stats_due = now, False
+        self._client.send(StepEvents(tuple(self._outputs), tuple(self._aborted), stats))
+        self._outputs.clear()
+        self._aborted.clear()
+
+
+def _work_done(stats: EngineStats) -> float:
+    """A number that changes with every pass that computed something."""
+    histogram = stats.iteration_tokens
+    return histogram.total if histogram is not None else float(stats.steps)
