@@ -28,7 +28,7 @@ from lm_engine.models.checkpoint import Checkpoint, available_bytes, open_checkp
 from lm_engine.models.config import DecoderConfig
 from lm_engine.models.errors import LoadError, MissingFileError, OutOfMemoryError
 from lm_engine.models.loader import LoadProgress, load_decoder
-from lm_engine.models.packed_linear import pack
+from lm_engine.models.packed_linear import can_pack, pack
 from lm_engine.options import EngineOptions
 from lm_engine.runner import Runner
 from vision_encoder.config import VisionConfig
@@ -138,7 +138,7 @@ def build_engine(
     shape = vision_shape(checkpoint, options)
     tokenizer = load_tokenizer(checkpoint)
     loaded = load_decoder(checkpoint, dtype=options.dtype, device=device, progress=report)
-    if device.type == "cpu":
+    if can_pack(loaded.decoder):
         pack(loaded.decoder)
     config = loaded.config
     layout = KVLayout(
