@@ -29,7 +29,7 @@ from lm_engine.admission import check
 from lm_engine.batch import ForwardBatch
 from lm_engine.client import EngineStats, Histogram, MediaItem, ModelInfo
 from lm_engine.finish import token_bytes_table
-from lm_engine.images import ImageFailure, ImageFeed
+from lm_engine.images import ImageFailure, ImageFeed, ImageWork
 from lm_engine.live import LiveRequest
 from lm_engine.options import EngineOptions
 from lm_engine.outputs import RequestError, RequestOutput
@@ -233,7 +233,7 @@ class Engine:
         return family
 
     def _report(self, live: LiveRequest) -> list[RequestOutput]:
-        output = live.step_output(self._image_times(live))
+        output = live.step_output(self._image_work(live))
         if output is not None and output.finished:
             self._forget(live)
         return [] if output is None else [output]
@@ -245,7 +245,7 @@ class Engine:
         for failure in failures:
             live = self._live.get(failure.request_id)
             if live is not None:
-                outputs.append(live.failed(failure.error, self._image_times(live)))
+                outputs.append(live.failed(failure.error, self._image_work(live)))
                 self._forget(live)
         return outputs
 
@@ -261,8 +261,8 @@ class Engine:
         if self.images is not None:
             self.images.drop(sequence)
 
-    def _image_times(self, live: LiveRequest) -> tuple[float, float]:
-        return self.images.times(live.request.request_id) if self.images else (0.0, 0.0)
+    def _image_work(self, live: LiveRequest) -> ImageWork:
+        return self.images.work(live.request.request_id) if self.images else ImageWork()
 
     def _owner(self, sequence: Sequence) -> LiveRequest:
         return self._live[sequence.request.request_id]

@@ -39,6 +39,17 @@ class _Media:
     """Keys whose pixels have not been decoded yet, here or for someone else."""
     image_decode_s: float = 0.0
     encode_s: float = 0.0
+    ahead_tokens: int | None = None
+    """Set when the last image becomes ready for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageWork:
+    """What a request's images have cost so far; the fields are those of outputs.Timing."""
+
+    image_decode_s: float = 0.0
+    encode_s: float = 0.0
+    ahead_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +81,12 @@ class ImageFeed:
         """The request has ended and its sequences were dropped."""
         self._media.pop(request_id, None)
 
-    def times(self, request_id: str) -> tuple[float, float]:
-        """Seconds spent on (pixels, encoding) for this request so far."""
+    def work(self, request_id: str) -> ImageWork:
+        """What was spent on this request's images so far."""
         media = self._media.get(request_id)
-        return (media.image_decode_s, media.encode_s) if media else (0.0, 0.0)
+        if media is None:
+            return ImageWork()
+        return ImageWork(media.image_decode_s, media.encode_s, media.ahead_tokens or 0)
 
     def busy(self) -> bool:
         return self.link.busy()
@@ -110,7 +123,12 @@ class ImageFeed:
             elif outcome is Acquired.FULL:
                 break
         for sequence in line:
+            waited = sequence.num_ready_tokens < sequence.num_tokens
             sequence.num_ready_tokens = self._ready(sequence)
+            if waited and sequence.num_ready_tokens == sequence.num_tokens:
+                media = self._media[sequence.request.request_id]
+                if media.ahead_tokens is None:
+                    media.ahead_tokens = sequence.num_computed_tokens
         return failures
 
     def _acquire(self, sequence: Sequence, place: int) -> Acquired:

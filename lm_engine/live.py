@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from chunked_prefill.request import Request
 from chunked_prefill.sequence import Sequence
 from lm_engine.finish import TextState
+from lm_engine.images import ImageWork
 from lm_engine.outputs import (
     RequestError,
     RequestOutput,
@@ -106,11 +107,8 @@ class LiveRequest:
 
     # -- events -------------------------------------------------------------------------------
 
-    def step_output(self, times: tuple[float, float]) -> RequestOutput | None:
-        """What the step added, or None. The last one carries usage and timing.
-
-        `times`: seconds spent on (pixels, encoding) of this request's images.
-        """
+    def step_output(self, images: ImageWork) -> RequestOutput | None:
+        """What the step added, or None. The last one carries usage and timing."""
         deltas, self._deltas = tuple(self._deltas), []
         request = self.request
         if not deltas:
@@ -131,16 +129,16 @@ class LiveRequest:
             prompt_logprobs=prompt_logprobs,
             finished=finished,
             usage=self.usage() if finished else None,
-            timing=self.timing(times) if finished else None,
+            timing=self.timing(images) if finished else None,
         )
 
-    def failed(self, error: RequestError, times: tuple[float, float]) -> RequestOutput:
+    def failed(self, error: RequestError, images: ImageWork) -> RequestOutput:
         return RequestOutput(
             self.request.request_id,
             deltas=tuple(self._deltas),
             finished=True,
             usage=self.usage(),
-            timing=self.timing(times),
+            timing=self.timing(images),
             error=error,
         )
 
@@ -152,7 +150,7 @@ class LiveRequest:
             image_tokens=sum(span.length for span in self.request.image_spans),
         )
 
-    def timing(self, times: tuple[float, float]) -> Timing:
+    def timing(self, images: ImageWork) -> Timing:
         now = time.monotonic()
         scheduled = now if self._scheduled_s is None else self._scheduled_s
         first = now if self.first_token_s is None else self.first_token_s
@@ -160,6 +158,7 @@ class LiveRequest:
             queue_s=scheduled - self.received_s,
             prefill_s=max(0.0, first - scheduled),
             decode_s=now - first,
-            image_decode_s=times[0],
-            encode_s=times[1],
+            image_decode_s=images.image_decode_s,
+            encode_s=images.encode_s,
+            ahead_tokens=images.ahead_tokens,
         )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, cast
 
 from chunked_prefill.request import Request, SamplingParams
 from lm_engine.client import MediaItem
@@ -159,7 +159,7 @@ def _requests(
     if len(each) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling parameters")
     for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Request):
+        if _is_request(prompt):
             request, media = prompt
             yield request if params is None else replace(request, sampling=params), media
             continue
@@ -168,8 +168,12 @@ def _requests(
         if isinstance(prompt, str):
             ids = tuple(engine.tokenizer.encode(prompt).ids)
         else:
-            ids = tuple(int(token) for token in prompt)
+            ids = tuple(int(token) for token in cast("Sequence[int]", prompt))
         yield Request(f"generate-{index}", ids, params), ()
+
+
+def _is_request(prompt: Prompt) -> TypeGuard[tuple[Request, tuple[MediaItem, ...]]]:
+    return isinstance(prompt, tuple) and bool(prompt) and isinstance(prompt[0], Request)
 
 
 def _check(output: RequestOutput, places: dict[str, int]) -> None:

@@ -42,6 +42,9 @@ class Timing:
     """Pixels: bytes to patches, summed over this request's images; 0 for cached images."""
     encode_s: float = 0.0
     """Vision tower, this request's share; 0 for cached images."""
+    ahead_tokens: int = 0
+    """Prompt tokens that had their KV when the last of the request's images became ready: what
+    running both stages at once has gained; 0 when all images were cached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ over several frames is summed over them, since a still image repeats its frame.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Unpack
 
 import torch
@@ -24,6 +24,10 @@ from vision_encoder.patch_layout import PatchLayout, Run
 PIXEL_CENTRE = 128
 """Subtracted from uint8 pixels before the first Linear: the values stay exact in bfloat16 and
 float16, and products stay as small as those of normalised pixels."""
+
+MLP_ROWS: Mapping[str, int] = {"cpu": 1024, "cuda": 32_768}
+"""Rows that pass through an MLP at once, which bounds the wide tensor inside it; on a CPU it then
+stays in cache as well."""
 
 
 def make_norm(
@@ -94,11 +98,13 @@ class VitLayer(nn.Module):
             q, k = rotate(qkv[:, :2], layout.cos, layout.sin).unbind(1)
         runs = layout.window_runs if self.windowed else layout.tile_runs
         x.add_(self.out(attend(q, k, v, runs)))
-        hidden = self.fc1(self.norm2(x))
-        if self.gate_activation is not None:
-            gate, up = hidden.chunk(2, dim=-1)
-            hidden = activate(gate, self.gate_activation).mul_(up)
-        return x.add_(self.fc2(hidden))
+        for rows in torch.split(x, MLP_ROWS.get(x.device.type, MLP_ROWS["cuda"])):
+            hidden = self.fc1(self.norm2(rows))
+            if self.gate_activation is not None:
+                gate, up = hidden.chunk(2, dim=-1)
+                hidden = activate(gate, self.gate_activation).mul_(up)
+            rows.add_(self.fc2(hidden))
+        return x
 
 
 class PackedViT(nn.Module):

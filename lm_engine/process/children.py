@@ -183,7 +183,14 @@ def run_vision(
 ) -> None:
     threads = child.threads("language", plan.options.threads)
     threads.settle()
-    worker = child.build(child.built.vision, plan, region, threads.settle)
+    slot, limits = child.board["vision"], child.start.supervision
+
+    def between_layers() -> None:
+        # A large picture may take many minutes on a CPU, but no layer of it does.
+        slot.beat(limits.step_floor_s)
+        threads.settle()
+
+    worker = child.build(child.built.vision, plan, region, between_layers)
     child.control.send(Ready())
     VisionLoop(
         worker,

@@ -193,12 +193,12 @@ class LanguageLoop:
         self._slot.beat(self._limits.idle_bound_s)
         self._stats_due = True
         self._outputs += outputs
-        if outputs or _work_done(self._engine.stats()) != before or self._link is None:
+        if outputs or self._link is None or _work_done(self._engine.stats()) != before:
+            return 0.0
+        if self._link.has_results:
             return 0.0
         # Nothing could advance. A reply wakes this process at once; until then the vision stage
         # has the cores for itself.
-        if self._link.has_results:
-            return 0.0
         return IDLE_WAKE_S if self._link.busy() else _STALLED_WAKE_S
 
     # -- out -------------------------------------------------------------------------------------

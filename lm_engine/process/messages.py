@@ -40,9 +40,9 @@ class Supervision:
     """A stage stopped by a signal for this long is killed."""
     idle_bound_s: float = 20.0
     """An idle stage wakes every 0.5 s; older than this, it is stuck."""
-    step_floor_s: float = 300.0
-    """Least bound of one step or one pass. Large, as one chunk of a deep prompt may take a minute
-    on a CPU; a frozen process is noticed at once by its state, not by this bound."""
+    step_floor_s: float = 600.0
+    """Least bound of one step or one layer of a pass. Large, as one chunk of a deep prompt may take
+    minutes on a CPU; a frozen process is noticed at once by its state, not by this bound."""
     step_factor: float = 10.0
     """The bound of a step is at least this many times the slowest step so far."""
     load_bound_s: float = 1800.0
