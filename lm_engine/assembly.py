@@ -34,6 +34,7 @@ from lm_engine.runner import Runner
 from vision_encoder.config import VisionConfig
 from vision_encoder.embedding_arena import EmbeddingArena
 from vision_encoder.embedding_storage import allocate_storage
+from vision_encoder.grid import planner, read_processor_files
 from vision_encoder.link import VisionLink
 from vision_encoder.stage_loading import load_stage
 
@@ -74,8 +75,15 @@ def vision_shape(checkpoint: Checkpoint, options: EngineOptions) -> VisionShape 
     if "vision_config" not in checkpoint.config:
         return None
     depth, dim = VisionConfig.from_hf(checkpoint.config).row_shape
-    rows = options.embedding_rows or _DEFAULT_EMBEDDING_ROWS
+    rows = options.embedding_rows or max(_DEFAULT_EMBEDDING_ROWS, _largest_image(checkpoint))
     return VisionShape(rows, depth, dim, vision_dtype(options))
+
+
+def _largest_image(checkpoint: Checkpoint) -> int:
+    """Rows of the dearest image that the model's own limits let through, square or elongated."""
+    pictures = planner(checkpoint.config, read_processor_files(checkpoint.path))
+    sizes = ((7000, 7000), (14000, 3500), (3500, 14000))
+    return max(pictures.plan([size])[0].num_rows for size in sizes)
 
 
 def vision_dtype(options: EngineOptions) -> torch.dtype:

@@ -1,0 +1,263 @@
+"""The two generating routes, from a request's bytes to its response.
+
+Owns: the order of checks (readiness, admission, body, model, images, context), what a request
+holds while it runs, and the end of it all when a client leaves. Does not own: any single check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+import uuid
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from api import chat
+from api.answers import AnswerShape, ChatShape, CompletionShape, prompt_logprobs_json
+from api.body import Payload
+from api.errors import BadRequestError, json_response
+from api.events import EventFeed
+from api.generation import Run
+from api.prompt import Prompt, PromptBuilder
+from api.sampling import check_token_ids, sampling_params
+from api.schemas import ChatRequest, CompletionRequest, Generation
+from api.server import Model, Server
+from api.streaming import EventStream, disconnected
+from chunked_prefill.request import Request as EngineRequest
+from lm_engine.client import MediaItem
+
+T = TypeVar("T")
+
+INLINE_CHARS = 2000
+"""Texts up to this length are tokenised on the event loop: it takes less than a thread's start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is submitted: one entry per prompt."""
+
+    prompts: tuple[Prompt, ...]
+    media: tuple[MediaItem, ...] = ()
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+async def chat_completions(server: Server, request: Request) -> Response:
+    model = server.ready_model()
+    async with AsyncExitStack() as stack:
+        body, payload = await _admitted(server, request, ChatRequest, stack)
+        prepared = await _while_connected(
+            request, prepare_chat(server, model, body, payload, request.state.tenant, stack)
+        )
+        shape = ChatShape(
+            id=f"chatcmpl-{uuid.uuid4().hex}",
+            model=server.model_name,
+            with_logprobs=bool(body.logprobs),
+            with_token_ids=bool(body.return_token_ids),
+        )
+        return await _respond(server, request, model, body, payload, prepared, shape, stack)
+    raise AssertionError("the stack swallows no exception")
+
+
+async def completions(server: Server, request: Request) -> Response:
+    model = server.ready_model()
+    async with AsyncExitStack() as stack:
+        body, payload = await _admitted(server, request, CompletionRequest, stack)
+        prepared = await _while_connected(request, prepare_text(model, body))
+        shape = CompletionShape(
+            id=f"cmpl-{uuid.uuid4().hex}",
+            model=server.model_name,
+            with_logprobs=body.logprobs is not None,
+            with_token_ids=bool(body.return_token_ids),
+        )
+        return await _respond(server, request, model, body, payload, prepared, shape, stack)
+    raise AssertionError("the stack swallows no exception")
+
+
+B = TypeVar("B", bound=Generation)
+
+
+async def _admitted(
+    server: Server, request: Request, schema: type[B], stack: AsyncExitStack
+) -> tuple[B, Payload]:
+    """Reserves before it reads."""
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdecimal() else server.config.max_body_bytes
+    ticket = server.admission.open(request.state.tenant, min(size, server.config.max_body_bytes))
+    stack.callback(ticket.release)
+    request.state.ticket = ticket
+    body, payload = await server.bodies.receive(request, schema)
+    server.check_model_name(body.model)
+    return body, payload
+
+
+async def prepare_chat(
+    server: Server,
+    model: Model,
+    body: ChatRequest,
+    payload: Payload,
+    tenant: str,
+    stack: AsyncExitStack,
+) -> Prepared:
+    prompts = model.frontend.prompts
+    conversation = chat.read_messages(body.messages, body.mm_processor_kwargs)
+    chat.check_images(conversation, prompts, most=server.config.limit_mm_per_prompt)
+    media = await server.media.load(conversation.sources, payload.attachments)
+    stack.callback(media.close)
+    work = functools.partial(
+        chat.build,
+        conversation,
+        media,
+        prompts,
+        model.info,
+        scope=(server.model_name.encode(), tenant.encode()),
+        add_generation_prompt=body.add_generation_prompt,
+        arguments=chat.template_arguments(body.chat_template_kwargs),
+    )
+    small = not media.spooled and len(payload.json) <= INLINE_CHARS
+    # Hashing images takes turns with decoding them; tokenising long texts must wait for neither.
+    pool = server.pool if media.spooled else None
+    built = work() if small else await asyncio.get_running_loop().run_in_executor(pool, work)
+    _check_not_empty(built.prompt.token_ids, "messages")
+    return Prepared((built.prompt,), built.media)
+
+
+async def prepare_text(model: Model, body: CompletionRequest) -> Prepared:
+    given = body.prompt
+    texts = [given] if isinstance(given, str) else [p for p in given if isinstance(p, str)]
+    prompts: list[Prompt] = []
+    if texts:
+        work = functools.partial(_tokenise, model, body, texts)
+        small = sum(map(len, texts)) <= INLINE_CHARS
+        prompts = work() if small else await asyncio.to_thread(work)
+    elif isinstance(given, list):
+        lists: list[Any] = given if given and isinstance(given[0], list) else [given]
+        for place, ids in enumerate(lists):
+            name = "prompt" if lists[0] is given else f"prompt.{place}"
+            check_token_ids(ids, model.info.vocab_size, name)
+            prompts.append(Prompt(tuple(ids)))
+    for place, prompt in enumerate(prompts):
+        _check_not_empty(prompt.token_ids, "prompt" if len(prompts) == 1 else f"prompt.{place}")
+    if not prompts:
+        _check_not_empty((), "prompt")
+    return Prepared(tuple(prompts))
+
+
+def _tokenise(model: Model, body: CompletionRequest, texts: list[str]) -> list[Prompt]:
+    builder: PromptBuilder = model.frontend.prompts
+    return [
+        builder.text(
+            text,
+            add_special_tokens=body.add_special_tokens,
+            max_tokens=model.info.max_model_len,
+        )
+        for text in texts
+    ]
+
+
+def _check_not_empty(ids: tuple[int, ...], param: str) -> None:
+    if not ids:
+        raise BadRequestError("The prompt is empty; it needs at least one token.", param=param)
+
+
+async def _respond(
+    server: Server,
+    request: Request,
+    model: Model,
+    body: Generation,
+    payload: Payload,
+    prepared: Prepared,
+    shape: AnswerShape,
+    stack: AsyncExitStack,
+) -> Response:
+    n = body.n or 1
+    submissions = []
+    for place, prompt in enumerate(prepared.prompts):
+        sampling = sampling_params(
+            body, model.info, model.frontend.defaults, prompt_tokens=len(prompt.token_ids)
+        )
+        engine_request = EngineRequest(
+            request_id=f"{shape.id}-{place}",
+            token_ids=prompt.token_ids,
+            sampling=sampling,
+            image_spans=prompt.spans,
+            positions=prompt.positions,
+            position_delta=prompt.position_delta,
+            tenant=request.state.tenant,
+            arrival_s=payload.received_s,
+        )
+        submissions.append((engine_request, prepared.media))
+    ticket = request.state.ticket
+    ticket.add_tokens(prepared.prompt_tokens)
+    # The body has been spooled or tokenised; from here on only the images count.
+    ticket.resize_media(_media_bytes(prepared))
+    feed = EventFeed(server.client, submissions)
+    stack.push_async_callback(feed.close)
+    stack.callback(server.follow(feed))
+    run = Run(
+        feed=feed,
+        shape=shape,
+        metrics=server.metrics,
+        n=n,
+        prompts=len(prepared.prompts),
+        prompt_tokens=prepared.prompt_tokens,
+        image_tokens=sum(prompt.image_tokens for prompt in prepared.prompts),
+        arrival_s=request.state.arrival_s,
+        has_media=bool(prepared.media),
+    )
+    headers = _headers(prepared)
+    if body.stream:
+        await _while_connected(request, run.until_valid(server.config.keepalive_s))
+        elapsed = time.monotonic() - run.arrival_s
+        return EventStream(
+            run,
+            stack.pop_all(),
+            options=body.stream_options,
+            progress=bool(body.return_progress),
+            keepalive_s=server.config.keepalive_s,
+            headers={**headers, "server-timing": f"accepted;dur={elapsed * 1000:.2f}"},
+        )
+    await _while_connected(request, run.collect())
+    answer = shape.whole(run.choices, run.usage())
+    if body.prompt_logprobs is not None:
+        per_prompt = [
+            prompt_logprobs_json(run.prompt_logprobs.get(i, ())) for i in range(run.prompts)
+        ]
+        answer["prompt_logprobs"] = per_prompt[0] if len(per_prompt) == 1 else per_prompt
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = [list(prompt.token_ids) for prompt in prepared.prompts]
+    return json_response(answer, headers={**headers, "server-timing": run.server_timing()})
+
+
+def _media_bytes(prepared: Prepared) -> int:
+    return sum(os.stat(item.path).st_size for item in prepared.media if item.path is not None)
+
+
+def _headers(prepared: Prepared) -> dict[str, str]:
+    if not prepared.media:
+        return {}
+    return {"x-image-tokens": ",".join(str(item.plan.num_rows) for item in prepared.media)}
+
+
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """Runs `work`, cancelled when the client leaves. Raises ClientDisconnect then."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(disconnected(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        watcher.cancel()
+        task.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)

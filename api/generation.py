@@ -1,0 +1,141 @@
+"""Running one generating request: events in, an answer or a stream out.
+
+Owns: Run - the state of one request while its events arrive (choices, usage, timings, metrics) -
+and the moment from which a stream may begin. Does not own: parsing (completions.py), the shapes
+(answers.py), or sending (streaming.py).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from api.answers import AnswerShape, Choice, total_usage
+from api.errors import ServerError, from_engine
+from api.events import Event, EventFeed
+from api.metrics import Metrics
+from lm_engine.outputs import RequestOutput, SequenceDelta, Timing, TokenLogprob, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """One delta, the choice it belongs to, and that choice as it was before."""
+
+    index: int
+    delta: SequenceDelta
+    before: Choice
+
+
+@dataclass
+class Run:
+    feed: EventFeed
+    shape: AnswerShape
+    metrics: Metrics
+    n: int
+    """Choices per prompt."""
+    prompts: int
+    prompt_tokens: int
+    """Of all prompts together, known before the first event."""
+    image_tokens: int
+    arrival_s: float
+    """Monotonic seconds of the request's first byte."""
+    has_media: bool = False
+    choices: list[Choice] = field(default_factory=list)
+    usages: dict[int, Usage] = field(default_factory=dict)
+    timings: dict[int, Timing] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprob | None, ...]] = field(default_factory=dict)
+    first_token_s: float | None = None
+    _last_token_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.choices = [Choice() for _ in range(self.n * self.prompts)]
+
+    async def until_valid(self, patience_s: float) -> None:
+        """Returns once nothing can turn the request into a 4xx any more.
+
+        That is the first event without an error; with images, the one that says that all of them
+        were decoded, or a token. A text request has been checked in full before it was
+        submitted, so after `patience_s` its stream may begin (and send keep-alive comments).
+        Raises the ApiError that the engine's refusal amounts to.
+        """
+        while True:
+            event = await self.feed.next(None if self.has_media else patience_s)
+            if event is None:
+                return
+            if event.output.error is not None:
+                raise from_engine(event.output.error)
+            if not self.has_media or event.output.media_checked or event.output.deltas:
+                self.feed.push_back(event)
+                return
+
+    def take(self, event: Event) -> list[Advance]:
+        """Books an event. Raises ApiError when it carries a failure."""
+        output = event.output
+        if output.error is not None:
+            self._refuse_partial(output)
+            raise from_engine(output.error)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs[event.prompt] = output.prompt_logprobs
+        advances = []
+        for delta in output.deltas:
+            if delta.finish_reason in ("abort", "error"):
+                raise ServerError("The engine ended this request early. Send it again.")
+            index = event.prompt * self.n + delta.index
+            choice = self.choices[index]
+            before = Choice(text=choice.text[:1], text_length=choice.text_length)
+            choice.add(delta)
+            advances.append(Advance(index, delta, before))
+            if delta.finish_reason is not None:
+                self.metrics.choice_ended(delta.finish_reason)
+        if output.deltas:
+            self._clock()
+        if output.finished:
+            self.usages[event.prompt] = output.usage or Usage(0, 0)
+            if output.timing is not None:
+                self.timings[event.prompt] = output.timing
+            if self.feed.done:
+                seconds = time.monotonic() - self.arrival_s
+                self.metrics.ended(seconds, self.usage(), self.timings.values())
+        return advances
+
+    def _refuse_partial(self, output: RequestOutput) -> None:
+        if output.error is not None and output.error.kind == "internal":
+            self.metrics.choice_ended("error")
+
+    def _clock(self) -> None:
+        now = time.monotonic()
+        if self.first_token_s is None:
+            self.first_token_s = now - self.arrival_s
+            self.metrics.first_token(self.first_token_s)
+        else:
+            self.metrics.token_gap(now - self._last_token_s)
+        self._last_token_s = now
+
+    async def collect(self) -> None:
+        """Takes every event. Raises ApiError."""
+        while not self.feed.done:
+            event = await self.feed.next()
+            if event is not None:
+                self.take(event)
+
+    def usage(self) -> Usage:
+        """So far; final once the feed is done."""
+        if len(self.usages) == self.prompts:
+            return total_usage(list(self.usages.values()))
+        tokens = sum(len(choice.token_ids) for choice in self.choices)
+        return Usage(self.prompt_tokens, tokens, 0, self.image_tokens)
+
+    def server_timing(self) -> str:
+        """The Server-Timing header: milliseconds, the longest over the prompts."""
+        spans = {"total": time.monotonic() - self.arrival_s}
+        if self.first_token_s is not None:
+            spans["ttft"] = self.first_token_s
+        for name in ("queue", "prefill", "decode", "image_decode", "encode"):
+            values = [getattr(timing, f"{name}_s") for timing in self.timings.values()]
+            if values:
+                spans[name] = max(values)
+        parts = [f"{name};dur={seconds * 1000:.2f}" for name, seconds in spans.items()]
+        ahead = sum(timing.ahead_tokens for timing in self.timings.values())
+        if ahead:
+            parts.append(f'ahead;desc="{ahead} tokens"')
+        return ", ".join(parts)

@@ -1,0 +1,160 @@
+"""What an operator's dashboards read.
+
+Owns: Metrics - vLLM's names with the label `model_name`, in a registry of its own, from request
+timings and from the engine's last snapshot. Does not own: when something is observed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from lm_engine.client import EngineStats, EngineStatus
+from lm_engine.outputs import Timing, Usage
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
+_ITL_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
+_SPAN_S = (0.01, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 960.0)
+_TOKENS = tuple(float(2**power) for power in range(18))
+
+_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("num_requests_running", "Sequences being computed", lambda s: s.num_running),
+    ("num_requests_waiting", "Sequences waiting", lambda s: s.num_waiting),
+    (
+        "kv_cache_usage_perc",
+        "Share of KV blocks in use, 0 to 1",
+        lambda s: s.kv_blocks_used / max(1, s.kv_blocks_total),
+    ),
+    ("kv_blocks_used", "KV blocks in use", lambda s: s.kv_blocks_used),
+    ("kv_blocks", "KV blocks in all", lambda s: s.kv_blocks_total),
+    ("embedding_rows_used", "Image rows that requests hold", lambda s: s.embedding_rows_used),
+    ("embedding_rows_cached", "Image rows kept for reuse", lambda s: s.embedding_rows_cached),
+    ("embedding_rows", "Image rows in all", lambda s: s.embedding_rows_total),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("prompt_tokens", "Prompt tokens computed", lambda s: s.prompt_tokens),
+    ("generation_tokens", "Tokens generated", lambda s: s.generation_tokens),
+    ("num_preemptions", "Sequences preempted", lambda s: s.preemptions),
+    ("engine_steps", "Steps of the engine", lambda s: s.steps),
+    ("mm_cache_queries", "Images looked up", lambda s: s.image_cache_queries),
+    ("mm_cache_hits", "Images found in the cache", lambda s: s.image_cache_hits),
+    ("images_encoded", "Images encoded", lambda s: s.images_encoded),
+)
+
+
+class _EngineCollector:
+    """Reads the engine's snapshot at scrape time."""
+
+    def __init__(self, prefix: str, model: str, status: Callable[[], EngineStatus]):
+        self._prefix = prefix
+        self._labels = [model]
+        self._status = status
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._status().stats or EngineStats()
+        for name, help_text, read in _GAUGES:
+            gauge = GaugeMetricFamily(self._prefix + name, help_text, labels=["model_name"])
+            gauge.add_metric(self._labels, read(stats))
+            yield gauge
+        for name, help_text, read in _COUNTERS:
+            counter = CounterMetricFamily(self._prefix + name, help_text, labels=["model_name"])
+            counter.add_metric(self._labels, read(stats))
+            yield counter
+        found = stats.iteration_tokens
+        if found is not None:
+            total = 0
+            buckets = []
+            for bound, count in zip((*found.bounds, "+Inf"), found.counts, strict=True):
+                total += count
+                buckets.append((str(bound), float(total)))
+            histogram = HistogramMetricFamily(
+                self._prefix + "iteration_tokens_total", "Tokens per step", labels=["model_name"]
+            )
+            histogram.add_metric(self._labels, buckets, found.total)
+            yield histogram
+
+
+class Metrics:
+    def __init__(self, prefix: str, model: str, status: Callable[[], EngineStatus]):
+        self._registry = CollectorRegistry()
+        self._model = model
+        self._prefix = prefix
+
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival", _TTFT_S)
+        self._itl = self._histogram("inter_token_latency_seconds", "Between events", _ITL_S)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to end", _SPAN_S)
+        self._queue = self._histogram("request_queue_time_seconds", "Waiting", _SPAN_S)
+        self._prefill = self._histogram("request_prefill_time_seconds", "Prefill", _SPAN_S)
+        self._decode = self._histogram("request_decode_time_seconds", "Decoding", _SPAN_S)
+        self._prompt = self._histogram("request_prompt_tokens", "Per request", _TOKENS)
+        self._generated = self._histogram("request_generation_tokens", "Per request", _TOKENS)
+        self._looked_up = self._counter("prefix_cache_queries", "Prompt tokens looked up")
+        self._cached = self._counter("prefix_cache_hits", "Prompt tokens found in the cache")
+        self._success = Counter(
+            f"{prefix}request_success",
+            "Choices that ended",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._responses = Counter(
+            f"{prefix}http_responses",
+            "Responses by status",
+            ["model_name", "status"],
+            registry=self._registry,
+        )
+        self._in_flight = Gauge(
+            f"{prefix}http_requests_in_flight",
+            "Generating requests being served",
+            ["model_name"],
+            registry=self._registry,
+        ).labels(model)
+        self._registry.register(_EngineCollector(prefix, model, status))
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(
+            self._prefix + name, help_text, ["model_name"], buckets=buckets, registry=self._registry
+        )
+        return family.labels(self._model)
+
+    def _counter(self, name: str, help_text: str) -> Counter:
+        family = Counter(self._prefix + name, help_text, ["model_name"], registry=self._registry)
+        return family.labels(self._model)
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def token_gap(self, seconds: float) -> None:
+        self._itl.observe(seconds)
+
+    def ended(self, seconds: float, usage: Usage, timings: Iterable[Timing]) -> None:
+        """A request that ended well; `seconds` since its arrival."""
+        self._e2e.observe(seconds)
+        self._prompt.observe(usage.prompt_tokens)
+        self._generated.observe(usage.completion_tokens)
+        self._looked_up.inc(usage.prompt_tokens)
+        self._cached.inc(usage.cached_tokens)
+        for timing in timings:
+            self._queue.observe(timing.queue_s)
+            self._prefill.observe(timing.prefill_s)
+            self._decode.observe(timing.decode_s)
+
+    def choice_ended(self, reason: str) -> None:
+        self._success.labels(self._model, reason).inc()
+
+    def responded(self, status: int) -> None:
+        self._responses.labels(self._model, str(status)).inc()
+
+    def in_flight(self, requests: int) -> None:
+        self._in_flight.set(requests)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)

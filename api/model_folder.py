@@ -1,0 +1,89 @@
+"""Where a model's files lie.
+
+Owns: turning `--model` (demo, a path, a hub id) into a local path, and the start errors of doing
+so. Does not own: reading weights (lm_engine), or what the files mean. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+DEMO = "demo"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+Progress = Callable[[str, float], None]
+
+
+class ModelFolderError(Exception):
+    """The model cannot be found; the message says what would work."""
+
+
+def cache_dir() -> Path:
+    """LONGLENS_CACHE, or `longlens` under the user's cache folder."""
+    own = os.environ.get("LONGLENS_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "longlens"
+
+
+def resolve_model(model: str, progress: Progress | None = None) -> Path:
+    """A folder or a GGUF file. Whatever exists on disk makes no network call."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return _checked(path)
+    if model == DEMO:
+        return _demo(progress)
+    if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
+        return _checked(_download(model))
+    raise ModelFolderError(
+        f"{model} does not exist. Give a folder with config.json and safetensors weights, a .gguf "
+        "file, a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, or nothing for the demo."
+    )
+
+
+def _checked(path: Path) -> Path:
+    if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.gguf")):
+        raise ModelFolderError(
+            f"{path} holds neither config.json nor a .gguf file, so it is not a model. Give the "
+            "folder that directly contains config.json."
+        )
+    if path.is_file() and path.suffix != ".gguf":
+        raise ModelFolderError(f"{path} is a file but not .gguf. Give its folder instead.")
+    return path
+
+
+def _demo(progress: Progress | None) -> Path:
+    from demo_model.assemble import DemoUnavailable, assemble
+
+    try:
+        return assemble(cache_dir(), progress)
+    except DemoUnavailable as error:
+        raise ModelFolderError(f"The demo model cannot be assembled: {error}") from error
+    except OSError as error:
+        raise ModelFolderError(
+            f"The demo model cannot be written to {cache_dir()} ({error.strerror}). Set "
+            "LONGLENS_CACHE to a writable folder."
+        ) from error
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            hub_id,
+            allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"],
+            ignore_patterns=["consolidated*", "original/*", "onnx/*", "*/*.safetensors"],
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelFolderError(
+            f"{hub_id} is neither a local path nor could it be fetched from the hub "
+            f"({type(error).__name__}). Check the name, the network, and HF_TOKEN for gated "
+            "models; with HF_HUB_OFFLINE=1 it must be in the cache."
+        ) from error
+    return Path(folder)

@@ -1,0 +1,119 @@
+"""Server-sent events.
+
+Owns: EventStream, the response that sends a run as it advances: chunks, usage, progress, comments
+in silence, an error as the last event, an abort when the client leaves. Does not own: what a chunk
+looks like (answers.py), or whether the request is valid (decided before this begins).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from api.answers import usage_json
+from api.errors import ApiError
+from api.events import Event
+from api.generation import Run
+from api.schemas import StreamOptions
+
+_DONE = b"data: [DONE]\n\n"
+_COMMENT = b": keep-alive\n\n"
+
+
+def sse(body: Any) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Owns `cleanup` from its creation on, and closes it however the response ends."""
+
+    def __init__(
+        self,
+        run: Run,
+        cleanup: AsyncExitStack,
+        *,
+        options: StreamOptions | None,
+        progress: bool,
+        keepalive_s: float,
+        headers: dict[str, str],
+    ):
+        super().__init__(
+            media_type="text/event-stream",
+            # The second one keeps nginx from collecting the stream.
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
+        )
+        # Response sets the length of its empty body.
+        del self.headers["content-length"]
+        self._run = run
+        self._cleanup = cleanup
+        self._options = options or StreamOptions()
+        self._progress = progress
+        self._keepalive_s = keepalive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._cleanup:
+            sender = asyncio.create_task(self._send(send))
+            watcher = asyncio.create_task(disconnected(receive))
+            try:
+                await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                watcher.cancel()
+                sender.cancel()
+                results = await asyncio.gather(sender, watcher, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            raise results[0]
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            while not self._run.feed.done:
+                event = await self._run.feed.next(self._keepalive_s)
+                body = _COMMENT if event is None else b"".join(map(sse, self._chunks(event)))
+                if body:
+                    await self._write(send, body)
+            await self._write(send, b"".join(self._tail()))
+        except ApiError as error:
+            await self._write(send, sse(error.body()))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @staticmethod
+    async def _write(send: Send, body: bytes) -> None:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def _chunks(self, event: Event) -> Iterator[dict[str, Any]]:
+        run = self._run
+        progress = event.output.prompt_progress
+        if self._progress and progress is not None:
+            elapsed = time.monotonic() - run.arrival_s
+            yield run.shape.bare_chunk(
+                prompt_progress={
+                    "processed": progress[0],
+                    "total": progress[1],
+                    "time_ms": round(elapsed * 1000),
+                }
+            )
+        for advance in run.take(event):
+            chunk = run.shape.chunk(advance.index, advance.delta, advance.before)
+            if self._options.continuous_usage_stats:
+                chunk["usage"] = usage_json(run.usage())
+            elif self._options.include_usage:
+                chunk["usage"] = None
+            yield chunk
+
+    def _tail(self) -> Iterator[bytes]:
+        if self._options.include_usage:
+            yield sse(self._run.shape.bare_chunk(usage=usage_json(self._run.usage())))
+        yield _DONE

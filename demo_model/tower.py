@@ -1,0 +1,239 @@
+"""The demo's vision tower as a training module: an Idefics3 tower that also accepts bands.
+
+Owns the mathematics of the SigLIP-style encoder and its connector under the parameter names of
+transformers' Idefics3 model, so that a state dict trained here loads there unchanged, and the
+no-collapse alignment loss. Does not own data, optimisation or serving; the only thing it does that
+Idefics3 does not is to run on a horizontal band of patches at their true positions, which makes
+training several times cheaper.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class TowerConfig:
+    """Sizes of the tower; the field names are Idefics3's own."""
+
+    hidden_size: int = 192
+    intermediate_size: int = 768
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 6
+    image_size: int = 256
+    patch_size: int = 16
+    scale_factor: int = 2
+    text_hidden_size: int = 576
+    layer_norm_eps: float = 1e-6
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+CODE = 32  # channels that carry the position at the start: one attention head reads all of them
+CODE_SPEEDS = 1.7 * 0.62 ** torch.arange(CODE // 4)  # radians per patch
+
+
+def _position_code(side: int) -> Tensor:
+    """(side*side, CODE): cosines and sines of the row, then of the column."""
+    angles = torch.arange(side)[:, None] * CODE_SPEEDS
+    axis = torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(1)
+    rows = axis[:, None, :].expand(side, side, -1)
+    cols = axis[None, :, :].expand(side, side, -1)
+    return torch.cat([rows, cols], dim=-1).reshape(side * side, CODE)
+
+
+def _shift(down: int, right: int) -> Tensor:
+    """(CODE, CODE): turns the code of a patch into the code of the one `down`, `right` of it."""
+    turn = torch.zeros(CODE, CODE)
+    half = CODE // 2
+    for start, steps in ((0, down), (half, right)):
+        for i, speed in enumerate(CODE_SPEEDS.tolist()):
+            cos, sin = math.cos(speed * steps), math.sin(speed * steps)
+            at = start + 2 * i
+            turn[at : at + 2, at : at + 2] = torch.tensor([[cos, -sin], [sin, cos]])
+    return turn
+
+
+def _cosine_filters(count: int, size: int) -> Tensor:
+    """(count, 3, size, size): the slowest cosine patterns of brightness, a few of colour."""
+    grid = (torch.arange(size) + 0.5) * math.pi / size
+    waves = torch.stack([torch.cos(grid * k) for k in range(size)])
+    order = sorted(((u, v) for u in range(size) for v in range(size)), key=lambda p: sum(p))
+    colours = count // 8
+    grey = torch.tensor([0.299, 0.587, 0.114])
+    tints = (torch.tensor([0.7, -0.6, -0.1]), torch.tensor([-0.2, -0.3, 0.5]))
+    plan = [(uv, grey) for uv in order[: count - colours]]
+    plan += [(order[i // 2], tints[i % 2]) for i in range(colours)]
+    filters = []
+    for (u, v), weights in plan:
+        pattern = torch.outer(waves[u], waves[v])
+        pattern = pattern / pattern.norm() * (1 + u + v) ** 0.8 / size
+        filters.append(weights[:, None, None] * pattern)
+    return torch.stack(filters)
+
+
+class _Embeddings(nn.Module):
+    """Patches and positions, which start in channels of their own.
+
+    A patch begins as its slowest cosine coefficients, a position as a code that one attention head
+    can shift: learning both from noise is what a small transformer spends its first hours on.
+    """
+
+    def __init__(self, c: TowerConfig) -> None:
+        super().__init__()
+        self.patch_embedding = nn.Conv2d(3, c.hidden_size, c.patch_size, stride=c.patch_size)
+        side = c.image_size // c.patch_size
+        self.position_embedding = nn.Embedding(side * side, c.hidden_size)
+        with torch.no_grad():
+            self.position_embedding.weight.mul_(0.02)
+            self.position_embedding.weight[:, :CODE] = _position_code(side)
+            self.patch_embedding.bias.zero_()
+            self.patch_embedding.weight.zero_()
+            filters = _cosine_filters(c.hidden_size - CODE, c.patch_size)
+            self.patch_embedding.weight[CODE:] = filters
+
+
+class _Attention(nn.Module):
+    def __init__(self, c: TowerConfig) -> None:
+        super().__init__()
+        self.heads = c.num_attention_heads
+        self.q_proj = nn.Linear(c.hidden_size, c.hidden_size)
+        self.k_proj = nn.Linear(c.hidden_size, c.hidden_size)
+        self.v_proj = nn.Linear(c.hidden_size, c.hidden_size)
+        self.out_proj = nn.Linear(c.hidden_size, c.hidden_size)
+
+    def look_around(self) -> None:
+        """Start with one head per neighbouring patch: left, right, above, below."""
+        neighbours = ((0, -1), (0, 1), (-1, 0), (1, 0))
+        d = self.q_proj.in_features // self.heads
+        with torch.no_grad():
+            for head, (down, right) in enumerate(neighbours[: self.heads]):
+                rows = slice(head * d, head * d + CODE)
+                self.q_proj.weight[rows] *= 0.2
+                self.k_proj.weight[rows] *= 0.2
+                self.q_proj.weight[rows, :CODE] = 2.5 * _shift(down, right)
+                self.k_proj.weight[rows, :CODE] = 2.5 * torch.eye(CODE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        # One product for q, k and v: three thin ones are slower on a CPU.
+        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        bias = torch.cat([self.q_proj.bias, self.k_proj.bias, self.v_proj.bias])
+        qkv = F.linear(x, weight, bias).view(b, t, 3, self.heads, d // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        # Written out: the fused CPU kernel's backward pass takes three times as long at this size.
+        scores = (q * (d // self.heads) ** -0.5) @ k.transpose(-2, -1)
+        mixed = scores.softmax(-1, dtype=scores.dtype) @ v
+        return self.out_proj(mixed.transpose(1, 2).reshape(b, t, d))
+
+
+class _Mlp(nn.Module):
+    def __init__(self, c: TowerConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(c.hidden_size, c.intermediate_size)
+        self.fc2 = nn.Linear(c.intermediate_size, c.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class _Layer(nn.Module):
+    def __init__(self, c: TowerConfig) -> None:
+        super().__init__()
+        self.self_attn = _Attention(c)
+        self.layer_norm1 = nn.LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
+        self.mlp = _Mlp(c)
+        self.layer_norm2 = nn.LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.layer_norm1(x))
+        return x + self.mlp(self.layer_norm2(x))
+
+
+class _Encoder(nn.Module):
+    def __init__(self, c: TowerConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(c) for _ in range(c.num_hidden_layers))
+        for layer in self.layers[:2]:
+            layer.self_attn.look_around()
+
+
+class _Vision(nn.Module):
+    def __init__(self, c: TowerConfig) -> None:
+        super().__init__()
+        self.embeddings = _Embeddings(c)
+        self.encoder = _Encoder(c)
+        self.post_layernorm = nn.LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
+
+
+class _Projection(nn.Module):
+    def __init__(self, c: TowerConfig) -> None:
+        super().__init__()
+        self.proj = nn.Linear(c.hidden_size * c.scale_factor**2, c.text_hidden_size, bias=False)
+
+
+class _Connector(nn.Module):
+    def __init__(self, c: TowerConfig) -> None:
+        super().__init__()
+        self.modality_projection = _Projection(c)
+
+
+class Tower(nn.Module):
+    """Pixels of a band to image-token embeddings, and the features training supervises."""
+
+    def __init__(self, config: TowerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vision_model = _Vision(config)
+        self.connector = _Connector(config)
+
+    def forward(self, pixels: Tensor, first_row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Encode `pixels` (B, 3, rows*patch, 256), normalised, whose first patch row in the tile
+        is `first_row` (B,). Returns (tokens (B, T, text), joined patches (B, T, 4*hidden),
+        the patches one layer before the last (B, P, hidden))."""
+        c = self.config
+        vision = self.vision_model
+        x = vision.embeddings.patch_embedding(pixels)
+        b, _, rows, cols = x.shape
+        side = c.image_size // c.patch_size
+        ids = first_row[:, None] * side + torch.arange(rows * cols, device=pixels.device)
+        x = x.flatten(2).transpose(1, 2) + vision.embeddings.position_embedding(ids)
+        early = x
+        for layer in vision.encoder.layers:
+            early, x = x, layer(x)
+        x = vision.post_layernorm(x)
+        # Pixel shuffle: one token is its two by two patches, rows first.
+        s = c.scale_factor
+        joined = x.view(b, rows // s, s, cols // s, s, -1).permute(0, 1, 3, 2, 4, 5)
+        joined = joined.reshape(b, rows * cols // s**2, -1)
+        return self.connector.modality_projection.proj(joined), joined, early
+
+
+def spelling_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> Tensor:
+    """Negative log-likelihood that the tokens hold the target once, in adjacent tokens.
+
+    Every token emits blank (the last class) or exactly one label; the target's labels stand in
+    consecutive tokens anywhere in reading order, all others are blank. Nothing is collapsed, as in
+    CTC, because a language model would read a label emitted twice as two; and no gap is allowed,
+    because it reads numbers with gaps as several. `log_probs` (B, T, C), `targets` (B, U) padded
+    with anything, `lengths` (B,). Returns (B,).
+    """
+    b, t, _ = log_probs.shape
+    u = targets.shape[1]
+    blank = log_probs[:, :, -1]
+    gains = log_probs.gather(2, targets[:, None, :].expand(b, t, u)) - blank[:, :, None]
+    used = torch.arange(u, device=lengths.device) < lengths[:, None]
+    gains = gains * used[:, None, :]
+    # starts[:, s] is the gain of the target beginning at token s.
+    starts = torch.stack(
+        [F.pad(gains[:, k:, k], (0, k), value=0.0) for k in range(u)], dim=-1
+    ).sum(-1)
+    late = torch.arange(t, device=lengths.device) + lengths[:, None] > t
+    return -(blank.sum(-1) + starts.masked_fill(late, -torch.inf).logsumexp(-1))

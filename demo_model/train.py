@@ -1,0 +1,300 @@
+"""Train the demo's vision tower on generated numbers; resumable, bounded by wall-clock time.
+
+Owns the optimisation: the losses, their schedule, checkpoints and the export of
+`vision.safetensors`. Does not own the drawing (`data`), the tower's mathematics (`tower`) or the
+measurement through the language model (`evaluate`).
+
+Two things are taught at once. Every patch names the digit it lies on (dense, hence fast), and the
+image tokens, in reading order, must spell the number with each digit once and blanks elsewhere
+(`tower.spelling_loss`), where a token's class is the nearest of the language model's own digit
+embeddings or the filler. The language model itself is not needed while training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from demo_model import data
+from demo_model.tower import Tower, TowerConfig, spelling_loss
+
+PATCHES_PER_BATCH = 2048
+SIGMA = 0.4  # width of a class around its embedding; neighbouring digits are 1.0 to 2.4 apart
+
+
+class Batches(IterableDataset[dict[str, Tensor]]):
+    """Batches of equal band height, each of about `patches` patches."""
+
+    def __init__(
+        self, seed: int, whole_share: float, patches: int, easy: int
+    ) -> None:
+        self.seed, self.whole_share, self.patches = seed, whole_share, patches
+        self.easy = easy
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        os.nice(5)
+        worker = torch.utils.data.get_worker_info()
+        seed = self.seed * 1009 + (worker.id if worker else 0)
+        waiting: dict[int, list[data.Example]] = defaultdict(list)
+        for example in data.examples(seed, self.whole_share, self.easy):
+            rows = len(example.patch_labels)
+            waiting[rows].append(example)
+            if len(waiting[rows]) * rows * data.GRID >= self.patches:
+                yield collate(waiting.pop(rows))
+
+
+def collate(group: list[data.Example]) -> dict[str, Tensor]:
+    """Stack examples of one band height."""
+    width = max(len(e.digits) for e in group)
+    return {
+        "pixels": torch.from_numpy(np.stack([e.pixels for e in group])),
+        "first_row": torch.tensor([e.first_row for e in group]),
+        "patches": torch.from_numpy(np.stack([e.patch_labels for e in group])).flatten(1),
+        "cells": torch.from_numpy(np.stack([e.cell_labels for e in group])).flatten(1),
+        "targets": torch.tensor([[int(d) for d in e.digits.ljust(width, "0")] for e in group]),
+        "lengths": torch.tensor([len(e.digits) for e in group]),
+    }
+
+
+def normalise(pixels: Tensor) -> Tensor:
+    """(B, H, W, 3) bytes to (B, 3, H, W) in -1..1, as the image processor does."""
+    return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1.0
+
+
+class Trainee(nn.Module):
+    """The tower with its training-only heads and the embeddings it must land on."""
+
+    def __init__(self, config: TowerConfig, anchors: Tensor) -> None:
+        super().__init__()
+        self.tower = Tower(config)
+        self.patch_head = nn.Linear(config.hidden_size, data.BLANK + 1)
+        self.cell_head = nn.Linear(config.hidden_size * config.scale_factor**2, data.BLANK + 1)
+        self.anchors: Tensor
+        self.register_buffer("anchors", anchors)  # (11, text): ten digits, then the filler
+
+    def class_logits(self, tokens: Tensor) -> Tensor:
+        """Log-odds of each class from the distance of a token to that class's embedding."""
+        flat = tokens.float()
+        squares = (flat**2).sum(-1, keepdim=True) - 2 * flat @ self.anchors.T
+        return -(squares + (self.anchors**2).sum(-1)) / (2 * SIGMA**2)
+
+    def losses(self, batch: dict[str, Tensor], free: float) -> tuple[Tensor, dict[str, float]]:
+        pixels = normalise(batch["pixels"])
+        with torch.autocast(pixels.device.type, dtype=torch.bfloat16):
+            tokens, joined, early = self.tower(pixels, batch["first_row"])
+            patch_logits = self.patch_head(early).float()
+            cell_logits = self.cell_head(joined).float()
+        # Paper is most of a tile and easy: it must not drown the digits.
+        weights = torch.ones(data.BLANK + 1, device=pixels.device)
+        weights[data.BLANK] = 0.3
+        patch = F.cross_entropy(patch_logits.flatten(0, 1), batch["patches"].flatten(), weights)
+        cell = F.cross_entropy(cell_logits.flatten(0, 1), batch["cells"].flatten(), weights)
+        # Where a digit goes is dictated at first, then left to the alignment.
+        total = patch + (1 - free) * cell
+        report = {"patch": patch, "cell": cell}
+        with torch.no_grad():
+            chosen = cell_logits.argmax(-1) if free > 0.5 else batch["cells"]
+            hit = (patch_logits.argmax(-1) == batch["patches"])[batch["patches"] != data.BLANK]
+        if free > 0:
+            spelled = spelling_loss(
+                cell_logits.log_softmax(-1), batch["targets"], batch["lengths"]
+            ).mean()
+            total = total + 0.5 * free * spelled
+            report["spell"] = spelled
+        # Each token must land on the embedding of its class.
+        land = (tokens.float() - self.anchors[chosen]).square().sum(-1)
+        land = (land * weights[chosen]).mean()
+        total = total + (0.02 + 0.08 * free) * land
+        report |= {"land": land, "hit": hit.float().mean()}
+        return total, {k: float(v.detach()) for k, v in report.items()}
+
+
+def spell(logits: Tensor) -> list[str]:
+    """The string each image's tokens spell: the classes in order, blanks dropped."""
+    best = logits.argmax(-1).tolist()
+    return ["".join(str(c) for c in row if c != data.BLANK) for row in best]
+
+
+def validation(count: int, seed: int = 7) -> list[tuple[data.Example, str]]:
+    """Whole tiles of held-out strings in held-out faces."""
+    rng = random.Random(seed)
+    fonts = data.faces(held_out=True)
+    out = []
+    for _ in range(count):
+        text = data.draw_digits(rng, held_out=True)
+        out.append((data.to_example(rng, data.render(rng, text, fonts), whole=True), text))
+    return out
+
+
+@torch.no_grad()
+def accuracy(model: Trainee, tiles: list[tuple[data.Example, str]]) -> float:
+    """Share of tiles whose tokens spell exactly the number."""
+    device = model.anchors.device
+    right = 0
+    for at in range(0, len(tiles), 25):
+        part = tiles[at : at + 25]
+        pixels = torch.from_numpy(np.stack([e.pixels for e, _ in part])).to(device)
+        rows = torch.zeros(len(part), dtype=torch.long, device=device)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            tokens, _, _ = model.tower(normalise(pixels), rows)
+        words = spell(model.class_logits(tokens))
+        right += sum(w == t for w, (_, t) in zip(words, part, strict=True))
+    return right / len(tiles)
+
+
+def export(tower: Tower, rows: Tensor | None, path: Path, note: str) -> None:
+    """Write the tower as half-precision safetensors under Idefics3's names, atomically."""
+    tensors = {f"model.{k}": v.detach().cpu().half() for k, v in tower.state_dict().items()}
+    if rows is not None:
+        tensors["special_rows"] = rows.half()
+    import json
+
+    metadata = {"config": json.dumps(tower.config.as_dict()), "note": note, "format": "pt"}
+    beside = path.with_suffix(".partial")
+    save_file({k: v.contiguous() for k, v in tensors.items()}, beside, metadata=metadata)
+    os.replace(beside, path)
+
+
+def make_optimisers(model: Trainee, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for everything else."""
+    hidden = [p for p in model.tower.vision_model.encoder.parameters() if p.ndim == 2]
+    ids = {id(p) for p in hidden}
+    rest = [p for p in model.parameters() if id(p) not in ids]
+    return [
+        torch.optim.Muon(hidden, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    device = torch.device(args.device)
+    runs: Path = args.runs
+    runs.mkdir(parents=True, exist_ok=True)
+    anchors = torch.from_numpy(np.load(args.anchors)).float()
+    model = Trainee(TowerConfig(num_hidden_layers=args.layers, hidden_size=args.hidden,
+                                intermediate_size=4 * args.hidden,
+                                num_attention_heads=args.hidden // 32), anchors).to(device)
+    average = Trainee(model.tower.config, anchors).to(device)
+    average.load_state_dict(model.state_dict())
+    optimisers = make_optimisers(model, args.lr)
+    step, spent_s = 0, 0.0
+    checkpoint = runs / "last.pt"
+    if checkpoint.exists():
+        state = torch.load(checkpoint, map_location=device)
+        model.load_state_dict(state["model"])
+        average.load_state_dict(state["average"])
+        [o.load_state_dict(d) for o, d in zip(optimisers, state["optimisers"], strict=True)]
+        step, spent_s = state["step"], state["spent_s"]
+    elif args.resume_from:
+        state = torch.load(args.resume_from, map_location=device)
+        model.load_state_dict(state["model"])
+        average.load_state_dict(state["model"])
+    tiles = validation(args.validation)
+    loader: DataLoader[dict[str, Tensor]] = DataLoader(
+        Batches(args.seed + step, args.whole_share, args.patches,
+                args.easy),
+        batch_size=None,
+        num_workers=args.workers,
+        prefetch_factor=8,
+    )
+    best = 0.0
+    started = time.monotonic() - spent_s
+    next_report = time.monotonic() + args.report_s
+    sums: dict[str, float] = defaultdict(float)
+    images = since = 0
+    warm = 50
+    for batch in loader:
+        elapsed = time.monotonic() - started
+        progress = elapsed / args.seconds
+        if progress >= 1.0:
+            break
+        free = min(1.0, max(0.0, (step - args.free_from) / 300))
+        rate = args.lr * min(1.0, (step + 1) / warm)
+        rate *= 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * max(0.0, (progress - 0.3) / 0.7)))
+        for optimiser in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = rate
+        batch = {k: v.to(device) for k, v in batch.items()}
+        loss, parts = model.losses(batch, free)
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimiser in optimisers:
+            optimiser.step()
+        step += 1
+        keep = min(0.998, 1 - 1 / (1 + step / 10))
+        with torch.no_grad():
+            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+                slow.lerp_(fast, 1 - keep)
+        images += len(batch["lengths"])
+        since += 1
+        for key, value in parts.items():
+            sums[key] += value
+        if time.monotonic() >= next_report:
+            score = accuracy(average, tiles)
+            means = " ".join(f"{k} {v / since:.4f}" for k, v in sums.items())
+            print(
+                f"{elapsed:6.0f} s  step {step}  images {images}  lr {rate:.1e}  {means}  "
+                f"held-out {score:.3f}",
+                flush=True,
+            )
+            sums.clear()
+            since = 0
+            state = {
+                "model": model.state_dict(), "average": average.state_dict(),
+                "optimisers": [o.state_dict() for o in optimisers], "step": step, "spent_s": elapsed,
+            }
+            torch.save(state, runs / "part.pt")
+            os.replace(runs / "part.pt", checkpoint)
+            if score >= best:
+                best = score
+                export(average.tower, None, runs / "vision.safetensors",
+                       f"step {step}, held-out exact {score:.3f}")
+            next_report = time.monotonic() + args.report_s
+    score = accuracy(average, tiles)
+    print(f"end: step {step}, held-out {score:.3f}, best {best:.3f}", flush=True)
+    if score >= best:
+        export(average.tower, None, runs / "vision.safetensors",
+               f"step {step}, held-out exact {score:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--resume-from", type=Path, help="start from this run's weights only")
+    parser.add_argument("--runs", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--anchors", type=Path, required=True, help="(11, 576) float32 .npy")
+    parser.add_argument("--seconds", type=float, default=2700)
+    parser.add_argument("--report-s", type=float, default=60)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=192)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--validation", type=int, default=200)
+    parser.add_argument("--whole-share", type=float, default=0.1)
+    parser.add_argument("--patches", type=int, default=PATCHES_PER_BATCH)
+    parser.add_argument("--easy", type=int, default=24000)
+    parser.add_argument("--free-from", type=int, default=1500, help="step of the alignment")
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
