@@ -25,6 +25,8 @@ Model = TypeVar("Model", bound=BaseModel)
 SMALL_BODY_BYTES = 64 * 2**10
 """Below this, parsing costs less than handing the work to a thread."""
 MIN_ATTACHMENT_BYTES = 32 * 2**10
+MAX_JSON_BYTES = 16 * 2**20
+"""Of a body without its long data URIs: parsing holds Python's lock from end to end."""
 MAX_JSON_CONTAINERS = 100_000
 """Objects and lists in one body: a bound on what parsing allocates. Braces inside of texts count
 as well, so it is far above what a prompt of code holds."""
@@ -115,6 +117,11 @@ def _is_url_value(body: bytearray, quote: int) -> bool:
 def parse(payload: Payload, model: type[Model]) -> Model:
     """Raises BadRequestError for anything that is not the JSON that `model` describes."""
     text = payload.json
+    if len(text) > MAX_JSON_BYTES:
+        raise BodyTooLargeError(
+            f"The request has {len(text)} bytes beside its images; at most {MAX_JSON_BYTES} are "
+            "read. Shorten the text."
+        )
     if text.count(b"{") + text.count(b"[") > MAX_JSON_CONTAINERS:
         raise BadRequestError(
             f"The request body holds more than {MAX_JSON_CONTAINERS} JSON objects and lists."

@@ -81,7 +81,12 @@ class Conversation:
         address = f"{self.url.rstrip('/')}/v1/chat/completions"
         try:
             with httpx.stream(
-                "POST", address, json=body, headers=headers, timeout=self.timeout_s
+                "POST",
+                address,
+                json=body,
+                headers=headers,
+                timeout=self.timeout_s,
+                verify=address.startswith("https:"),  # loading certificates takes a while
             ) as response:
                 if response.status_code != 200:
                     response.read()

@@ -75,9 +75,7 @@ class Server:
 
     def memory_bytes(self) -> int:
         """Proportional set size of the server's processes together."""
-        if self.process is None:
-            return 0
-        return sum(_pss_bytes(pid) for pid in _family(self.process.pid))
+        return sum(pss_bytes(pid) for pid in family(self))
 
 
 def _free_port() -> int:
@@ -104,7 +102,13 @@ def _family(pid: int) -> Iterator[int]:
                 yield from _family(int(child))
 
 
-def _pss_bytes(pid: int) -> int:
+def family(server: Server) -> list[int]:
+    """Process ids of a running server and all its descendants."""
+    return [] if server.process is None else list(_family(server.process.pid))
+
+
+def pss_bytes(pid: int) -> int:
+    """Proportional set size of one process; 0 when it is gone."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

@@ -70,6 +70,8 @@ class FakeEngine:
     """Tokens before the iterator itself breaks."""
     gate: asyncio.Event | None = None
     """When set, generation waits for it after the media check."""
+    hold: Path | None = None
+    """While this file exists, nothing follows the first token."""
     check_media: bool = True
     progress: int = 0
     """Prompt-progress events before the first token."""
@@ -148,6 +150,8 @@ class FakeEngine:
                 timing=Timing(0.001, 0.002, 0.003, 0.004, 0.005) if done else None,
             )
             await asyncio.sleep(self.delay_s)
+            while self.hold is not None and self.hold.exists():
+                await asyncio.sleep(0.02)
 
     @staticmethod
     def _usage(request: Request, choices: list[_Choice]) -> Usage:

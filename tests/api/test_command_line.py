@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -171,7 +172,7 @@ def test_chat_verb_streams_with_an_image(
     app = create_app(ServeConfig(model="tiny"), engine, model_path=folders("qwen2_5_vl"))
     with served(app) as address:
         while app.state.server.status().phase != "ready":
-            pass
+            time.sleep(0.01)
         assert command("chat", "What?", "--url", address, "--image", str(tmp_path / "a.png")) == 0
         out = capsys.readouterr().out
         assert "It is [black]." in out

@@ -170,6 +170,11 @@ async def test_lod_08_bodies_over_the_limit_are_413(client: ClientFactory) -> No
     assert "4096" in response.json()["error"]["message"]
     response = await http.post(CHAT, json={"messages": [{"role": "user", "content": "x" * 10**7}]})
     assert response.json()["error"]["code"] == "context_length_exceeded"
+    for size in (17, 27, 100):
+        text = {"messages": [{"role": "user", "content": "x" * (size * 2**20)}]}
+        response = await http.post(CHAT, json=text)
+        assert response.status_code == 413
+        assert "beside its images" in response.json()["error"]["message"]
     assert engine.seen == []
 
 

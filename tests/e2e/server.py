@@ -92,14 +92,22 @@ class Served:
             text = answer.read().decode()
         return {name: float(value) for name, value in _METRIC.findall(text)}
 
-    def idle(self) -> bool:
-        """Nothing runs or waits, and nothing is held: blocks, rows, or requests."""
-        found = self.metrics()
+    def rest(self, within_s: float = 30.0) -> None:
+        """Waits until nothing runs or waits, and nothing is held: blocks, rows, or requests.
+        Raises AssertionError with what is still held."""
+        deadline = time.monotonic() + within_s
+        while held := self._held():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"still held after {within_s} s: {held}")
+            time.sleep(0.02)
+
+    def _held(self) -> dict[str, float]:
         names = (
             *("num_requests_running", "num_requests_waiting", "http_requests_in_flight"),
             *("kv_blocks_used", "embedding_rows_used"),
         )
-        return not any(found[name] for name in names)
+        found = self.metrics()
+        return {name: found[name] for name in names if found[name]}
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")[-4000:]

@@ -67,7 +67,7 @@ def test_lod_01_clients_that_leave_leave_nothing_behind(served: Served, streams:
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(visit, range(streams)))
-    until(served.idle, "everything is free after the clients left", within_s=30)
+    served.rest()
     assert served.stage("language") == language
     assert first_logprobs(served, "canary ", PICTURE) == pytest.approx(before, abs=1e-4)
 
@@ -82,7 +82,7 @@ def test_lod_01_unstreamed_clients_that_leave_leave_nothing_behind(served: Serve
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(visit, range(24)))
-    until(served.idle, "everything is free after the clients left", within_s=30)
+    served.rest()
 
 
 def test_lod_03_overflow_is_refused_and_the_accepted_finish(small: Served) -> None:
@@ -106,7 +106,7 @@ def test_lod_03_overflow_is_refused_and_the_accepted_finish(small: Served) -> No
         else:
             assert int(headers["retry-after"]) >= 1
             assert body["error"]["code"]
-    until(small.idle, "everything is free after the overflow")
+    small.rest()
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
@@ -129,7 +129,7 @@ def test_lod_05_a_dead_language_stage_is_told_and_replaced(
     assert until(lambda: small.stage("language"), "a new stage") != language
     assert not alive(language)
     assert first_logprobs(small, "canary ", PICTURE) == pytest.approx(before, abs=1e-4)
-    until(small.idle, "everything is free after the restart")
+    small.rest()
 
 
 def test_lod_05_a_dead_vision_stage_costs_nobody_an_answer(small: Served) -> None:

@@ -296,13 +296,25 @@ def test_aborts_at_random_points(lab: Labs, family: str) -> None:
 @pytest.mark.parametrize("family", FAST)
 @pytest.mark.parametrize("block_size", [1, 4, 7])
 def test_forks_equal_separate_passes(lab: Labs, family: str, block_size: int) -> None:
-    """Every choice of n = 4 is what the sampler draws from a pass of its own over its history."""
+    """Every choice of n = 4 is what the sampler draws from a pass of its own over its history,
+    which penalties look at too."""
     from lm_engine.sampler import SamplingRow, sample
 
     this = lab(family)
     prompt = _prompt(this)
     engine = this.engine(block_size=block_size, budget=11)
-    sampling = SamplingParams(10, temperature=1.1, seed=5, n=4, ignore_eos=True, logprobs=0)
+    sampling = SamplingParams(
+        10,
+        temperature=1.1,
+        seed=5,
+        n=4,
+        presence_penalty=2.0,
+        frequency_penalty=2.0,
+        repetition_penalty=1.3,
+        logit_bias=((65, 3.0), (66, 3.0)),
+        ignore_eos=True,
+        logprobs=0,
+    )
     result = run_one(engine, prompt, sampling)
     set_budget(engine, 512)
     drawn = set()
