@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from api.model_folder import gguf_tokenizer
 from api.prompt import PromptBuilder
 from api.sampling import SamplingDefaults
 from api.template import ChatTemplate, find_template
@@ -29,13 +30,16 @@ class Frontend:
 
 
 def load_frontend(model: Path, *, tokenizer: str | None, template: Path | None) -> Frontend:
-    """Reads the small files of a model folder, or of `tokenizer` for a GGUF file.
+    """Reads the small files of a model folder. A GGUF file's tokenizer lies in `tokenizer`, beside
+    the file, or in its own metadata, in this order.
 
-    Raises TokenizerFolderError or ProcessorConfigError with the file and the remedy.
+    Raises TokenizerFolderError, ModelFolderError or ProcessorConfigError with the file and the
+    remedy.
     """
     folder = Path(tokenizer).expanduser() if tokenizer else model
     if folder.is_file():
-        folder = folder.parent
+        beside = folder.parent / "tokenizer.json"
+        folder = folder.parent if beside.is_file() else gguf_tokenizer(folder)
     if not (folder / "tokenizer.json").is_file() and not tokenizer:
         raise TokenizerFolderError(
             f"{folder} holds no tokenizer.json. Pass --tokenizer FOLDER, a folder saved by "

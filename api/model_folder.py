@@ -6,8 +6,12 @@ so. Does not own: reading weights (lm_engine), or what the files mean. Imports n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +47,32 @@ def resolve_model(model: str, progress: Progress | None = None) -> Path:
         f"{model} does not exist. Give a folder with config.json and safetensors weights, a .gguf "
         "file, a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, or nothing for the demo."
     )
+
+
+def gguf_tokenizer(model: Path) -> Path:
+    """The folder of a tokenizer written from a GGUF file's own metadata, made once per file.
+
+    Another process writes it, because reading the container needs torch, which this one does
+    without. Raises ModelFolderError.
+    """
+    stat = model.stat()
+    folder = cache_dir() / "tokenizers" / f"{model.stem}-{stat.st_size}-{stat.st_mtime_ns}"
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch) / "tokenizer"
+        command = [sys.executable, "-m", "lm_engine.models.gguf_tokenizer", str(model), str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            cause = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise ModelFolderError(
+                f"No tokenizer can be read from {model}: {cause} Pass --tokenizer FOLDER, a "
+                "folder saved by transformers for this model."
+            )
+        with contextlib.suppress(OSError):  # another server was faster
+            made.rename(folder)
+    return folder
 
 
 def _checked(path: Path) -> Path:

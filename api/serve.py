@@ -160,8 +160,10 @@ def _free_port(host: str) -> int | None:
 def start_processes(config: ServeConfig, model: Path) -> EngineClient:
     """The engine in processes of its own; call it inside the event loop."""
     from lm_engine.process.client import start
+    from lm_engine.process.messages import Supervision
 
-    return start(config.engine_options(str(model)))
+    limits = Supervision(drain_s=config.drain_timeout_s)
+    return start(config.engine_options(str(model)), supervision=limits)
 
 
 def run(config: ServeConfig, *, start: ClientStarter = start_processes) -> int:

@@ -8,6 +8,7 @@ Does not own: chat rendering (api), the weights (gguf.py).
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tokenizers import (
     processors,
 )
 
-from lm_engine.models.errors import CorruptFileError, UnsupportedModelError
+from lm_engine.models.errors import CorruptFileError, LoadError, UnsupportedModelError
 from lm_engine.models.gguf_file import GGUFFile
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -169,3 +170,16 @@ _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: _words(""),
     "llama-bpe": lambda: _words("{1,3}"),
 }
+
+
+def _main(path: str, folder: str) -> None:
+    """python -m lm_engine.models.gguf_tokenizer FILE FOLDER; the last line of stderr is the cause
+    of a failure."""
+    try:
+        write_tokenizer(Path(path), Path(folder))
+    except (LoadError, OSError) as cause:
+        sys.exit(str(cause).replace("\n", " "))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
