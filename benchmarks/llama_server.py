@@ -16,7 +16,7 @@ def main() -> None:
     params = xlc.CommonParams()
     params.model.path = sys.argv[1]
     params.port = int(sys.argv[2])
-    params.hostname = "127.0.0.1"
+    params.hostnames = ["127.0.0.1"]
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[3])
     params.n_parallel = 16
     params.n_ctx = 16 * 1024

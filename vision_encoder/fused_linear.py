@@ -78,9 +78,22 @@ class FusedLinear(nn.Module):
             assert self.weight is not None
             x = F.linear(x, self.weight, self.bias)
             return x if activation is None else activate(x, activation)
+        rows = x.shape[0]
+        # As in lm_engine's packed linears: oneDNN never forgets the kernels that it generates for
+        # a number of rows, so pictures of all sizes must not bring it ever new ones.
+        if more := round_up_rows(rows) - rows:
+            x = F.pad(x, (0, 0, 0, more))
         name, algorithm = _FUSED.get(activation, ("none", "")) if activation else ("none", "")
         out = cast(
             Tensor,
             torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, name, [], algorithm),
         )
+        out = out[:rows]
         return out if activation is None or name != "none" else activate(out, activation)
+
+
+def round_up_rows(rows: int) -> int:
+    """The next number of rows that oneDNN is called with: multiples of 8, then eight per power of
+    two (at most an eighth more work)."""
+    step = max(8, 1 << max(0, (rows - 1).bit_length() - 4))
+    return -(-rows // step) * step

@@ -92,7 +92,7 @@ class Served:
             text = answer.read().decode()
         return {name: float(value) for name, value in _METRIC.findall(text)}
 
-    def rest(self, within_s: float = 30.0) -> None:
+    def rest(self, within_s: float = 60.0) -> None:
         """Waits until nothing runs or waits, and nothing is held: blocks, rows, or requests.
         Raises AssertionError with what is still held."""
         deadline = time.monotonic() + within_s

@@ -18,6 +18,7 @@ from lm_engine.models.packed_linear import (
     PlainLinear,
     can_pack,
     pack,
+    round_up_rows,
 )
 
 ROWS = [0, 1, 2, 3, 4, 5, 8, 16, 33]
@@ -127,3 +128,11 @@ def test_bfloat16_is_packed_where_the_cpu_has_it() -> None:
     packed = pack(copy.deepcopy(decoder))
     for rows in (1, 3, 20):
         torch.testing.assert_close(run(packed, rows), run(decoder, rows), atol=0.05, rtol=0)
+
+
+def test_prompts_of_all_lengths_need_few_generated_kernels() -> None:
+    """oneDNN never forgets the kernels of a row count, so a server must not bring ever new ones."""
+    asked = {rows: round_up_rows(rows) for rows in range(1, 4097)}
+    assert len(set(asked.values())) <= 64
+    assert all(rows <= to <= rows + max(7, rows // 8) for rows, to in asked.items())
+    assert all(asked[to] == to for to in asked.values())
