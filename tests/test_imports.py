@@ -33,6 +33,8 @@ API_ONLY = {
     "httpx",
 }
 NO_TORCH_FOLDERS = ("chunked_prefill", "api")
+REPORTS_ON_TORCH = "api/doctor.py"
+"""Imports torch when it is asked about it, in a process that serves nothing."""
 
 
 def _modules(folder: str) -> list[Path]:
@@ -66,7 +68,8 @@ def test_only_the_api_needs_web_libraries(folder: str) -> None:
 @pytest.mark.parametrize("folder", NO_TORCH_FOLDERS)
 def test_torch_free_folders_name_no_torch(folder: str) -> None:
     for path in _modules(folder):
-        assert "torch" not in set(_imports(path)), path.relative_to(ROOT)
+        name = str(path.relative_to(ROOT))
+        assert name == REPORTS_ON_TORCH or "torch" not in set(_imports(path)), name
 
 
 @pytest.mark.parametrize(

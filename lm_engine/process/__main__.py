@@ -1,5 +1,8 @@
-"""`python -m lm_engine.process CONTROL_FD BOARD_FD PARENT_PID`: the supervisor, as client.py
-starts it. Not meant to be run by hand."""
+"""The supervisor's command line, as client.py writes it: CONTROL_FD BOARD_FD PARENT_PID.
+
+Owns: reading these three numbers. Does not own: anything else (supervisor.py); nobody runs this by
+hand.
+"""
 
 from __future__ import annotations
 
