@@ -66,7 +66,7 @@ CHAT_TEMPLATE = (
 )
 
 
-class DemoUnavailable(RuntimeError):
+class DemoUnavailable(RuntimeError):  # noqa: N818 - a state of the installation, not a fault
     """The default model cannot be assembled here; the message says what to do about it."""
 
 
@@ -364,7 +364,9 @@ def tokenizer_json(metadata: dict[str, Any]) -> dict[str, Any]:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     kinds: list[int] = metadata["tokenizer.ggml.token_type"]
     control = 3  # GGUF's type of tokens that never come from text
-    added = [_special(i, t) for i, (t, k) in enumerate(zip(tokens, kinds, strict=True)) if k == control]
+    added = [
+        _special(i, t) for i, (t, k) in enumerate(zip(tokens, kinds, strict=True)) if k == control
+    ]
     added += [_special(len(tokens) + i, t) for i, t in enumerate(IMAGE_SPECIALS)]
     return {
         "version": "1.0",

@@ -81,8 +81,8 @@ def is_held_out(text: str) -> bool:
 
 def draw_digits(rng: random.Random, held_out: bool = False) -> str:
     """A number of 1 to 8 digits from the asked side of the split."""
+    length = rng.randint(1, MAX_DIGITS)
     while True:
-        length = rng.randint(1, MAX_DIGITS)
         text = "".join(rng.choice("0123456789") for _ in range(length))
         if text[0] == "0" and length > 1 and rng.random() < 0.8:
             continue
@@ -183,9 +183,7 @@ def _draw_line(
     mask = Image.new("L", (width, height), 0)
     draw = ImageDraw.Draw(mask)
     for char, (left, _) in zip(text, offsets, strict=True):
-        draw.text(
-            (left, pad - top), char, fill=255, font=font, anchor="ls", stroke_width=stroke
-        )
+        draw.text((left, pad - top), char, fill=255, font=font, anchor="ls", stroke_width=stroke)
     boxes = [(left, float(pad), right, float(height - pad)) for left, right in offsets]
     if degrees:
         rotated = mask.rotate(degrees, Image.Resampling.BICUBIC, expand=True)
@@ -206,7 +204,7 @@ def render_easy(rng: random.Random, text: str, fonts: list[Path]) -> Sample:
     while True:
         width = height = TILE_PX
         path = rng.choice(fonts)
-        left, top, right, bottom = _font(path, 100).getbbox(text)
+        left, _, right, _ = _font(path, 100).getbbox(text)
         size = rng.uniform(32, 52)
         if (right - left) * size / 100 > width - 8:
             continue
@@ -335,7 +333,9 @@ def to_example(rng: random.Random, sample: Sample, whole: bool = False) -> Examp
         rows = next(r for r in BAND_ROWS if r >= min(GRID, bottom - top + 1 + (top % 2)))
     low, high = max(0, bottom - rows), min(top, GRID - rows)
     low += low % 2
-    first = rng.randrange(low, high + 1, 2) if high >= low else max(0, min(GRID - rows, top // 2 * 2))
+    first = (
+        rng.randrange(low, high + 1, 2) if high >= low else max(0, min(GRID - rows, top // 2 * 2))
+    )
     pixels = squash(sample.image)[first * PATCH_PX : (first + rows) * PATCH_PX]
     return Example(
         pixels,

@@ -56,7 +56,9 @@ class Score:
 
     def __str__(self) -> str:
         low, high = self.interval
-        return f"{self.right}/{self.total} = {self.share:.1%} (95 % interval {low:.1%} to {high:.1%})"
+        return (
+            f"{self.right}/{self.total} = {self.share:.1%} (95 % interval {low:.1%} to {high:.1%})"
+        )
 
 
 def contains(answer: str, number: str) -> bool:
@@ -74,9 +76,7 @@ def unseen(count: int, seed: int) -> list[data.Sample]:
     ]
 
 
-def measure(
-    samples: list[data.Sample], answer: Answer, show: int = 0
-) -> dict[str, Score]:
+def measure(samples: list[data.Sample], answer: Answer, show: int = 0) -> dict[str, Score]:
     """Ask one question per image, in turn; scores in all, per question and per length."""
     right: dict[str, int] = defaultdict(int)
     total: dict[str, int] = defaultdict(int)

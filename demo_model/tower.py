@@ -89,12 +89,13 @@ class _Embeddings(nn.Module):
     def __init__(self, c: TowerConfig) -> None:
         super().__init__()
         self.patch_embedding = nn.Conv2d(3, c.hidden_size, c.patch_size, stride=c.patch_size)
+        assert self.patch_embedding.bias is not None
+        nn.init.zeros_(self.patch_embedding.bias)
         side = c.image_size // c.patch_size
         self.position_embedding = nn.Embedding(side * side, c.hidden_size)
         with torch.no_grad():
             self.position_embedding.weight.mul_(0.02)
             self.position_embedding.weight[:, :CODE] = _position_code(side)
-            self.patch_embedding.bias.zero_()
             self.patch_embedding.weight.zero_()
             filters = _cosine_filters(c.hidden_size - CODE, c.patch_size)
             self.patch_embedding.weight[CODE:] = filters
@@ -131,7 +132,8 @@ class _Attention(nn.Module):
         # Written out: the fused CPU kernel's backward pass takes three times as long at this size.
         scores = (q * (d // self.heads) ** -0.5) @ k.transpose(-2, -1)
         mixed = scores.softmax(-1, dtype=scores.dtype) @ v
-        return self.out_proj(mixed.transpose(1, 2).reshape(b, t, d))
+        out: Tensor = self.out_proj(mixed.transpose(1, 2).reshape(b, t, d))
+        return out
 
 
 class _Mlp(nn.Module):
@@ -141,7 +143,8 @@ class _Mlp(nn.Module):
         self.fc2 = nn.Linear(c.intermediate_size, c.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        out: Tensor = self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return out
 
 
 class _Layer(nn.Module):
@@ -154,15 +157,17 @@ class _Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.layer_norm1(x))
-        return x + self.mlp(self.layer_norm2(x))
+        out: Tensor = x + self.mlp(self.layer_norm2(x))
+        return out
 
 
 class _Encoder(nn.Module):
     def __init__(self, c: TowerConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(c) for _ in range(c.num_hidden_layers))
-        for layer in self.layers[:2]:
+        layers = [_Layer(c) for _ in range(c.num_hidden_layers)]
+        for layer in layers[:2]:
             layer.self_attn.look_around()
+        self.layers = nn.ModuleList(layers)
 
 
 class _Vision(nn.Module):
@@ -216,14 +221,15 @@ class Tower(nn.Module):
         return self.connector.modality_projection.proj(joined), joined, early
 
 
-def spelling_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> Tensor:
+def spelling_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Negative log-likelihood that the tokens hold the target once, in adjacent tokens.
 
     Every token emits blank (the last class) or exactly one label; the target's labels stand in
     consecutive tokens anywhere in reading order, all others are blank. Nothing is collapsed, as in
     CTC, because a language model would read a label emitted twice as two; and no gap is allowed,
     because it reads numbers with gaps as several. `log_probs` (B, T, C), `targets` (B, U) padded
-    with anything, `lengths` (B,). Returns (B,).
+    with anything, `lengths` (B,). Returns the losses (B,) and, for the likeliest place of each
+    target, the class of every token (B, T).
     """
     b, t, _ = log_probs.shape
     u = targets.shape[1]
@@ -232,8 +238,13 @@ def spelling_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> Tensor
     used = torch.arange(u, device=lengths.device) < lengths[:, None]
     gains = gains * used[:, None, :]
     # starts[:, s] is the gain of the target beginning at token s.
-    starts = torch.stack(
-        [F.pad(gains[:, k:, k], (0, k), value=0.0) for k in range(u)], dim=-1
-    ).sum(-1)
+    starts = torch.stack([F.pad(gains[:, k:, k], (0, k), value=0.0) for k in range(u)], dim=-1).sum(
+        -1
+    )
     late = torch.arange(t, device=lengths.device) + lengths[:, None] > t
-    return -(blank.sum(-1) + starts.masked_fill(late, -torch.inf).logsumexp(-1))
+    starts = starts.masked_fill(late, -torch.inf)
+    place = starts.argmax(-1, keepdim=True) + torch.arange(u, device=lengths.device)
+    classes = torch.full((b, t + u), log_probs.shape[2] - 1, device=lengths.device)
+    classes.scatter_(1, torch.where(used, place, t + u - 1), targets)
+    classes[:, t:] = log_probs.shape[2] - 1
+    return -(blank.sum(-1) + starts.logsumexp(-1)), classes[:, :t]

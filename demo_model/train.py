@@ -13,6 +13,7 @@ embeddings or the filler. The language model itself is not needed while training
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import random
@@ -20,7 +21,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,18 +30,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from demo_model import data
+from demo_model.assemble import IMAGE_SPECIALS, find_sources
 from demo_model.tower import Tower, TowerConfig, spelling_loss
 
 PATCHES_PER_BATCH = 2048
-SIGMA = 0.4  # width of a class around its embedding; neighbouring digits are 1.0 to 2.4 apart
+FIRST_DIGIT, SPACE = 32, 216  # token ids of SmolLM2; its digits are consecutive
+SIGMA = 0.6  # width of a class around its embedding; neighbouring digits are 1.0 to 2.4 apart
 
 
 class Batches(IterableDataset[dict[str, Tensor]]):
     """Batches of equal band height, each of about `patches` patches."""
 
-    def __init__(
-        self, seed: int, whole_share: float, patches: int, easy: int
-    ) -> None:
+    def __init__(self, seed: int, whole_share: float, patches: int, easy: int) -> None:
         self.seed, self.whole_share, self.patches = seed, whole_share, patches
         self.easy = easy
 
@@ -106,19 +106,24 @@ class Trainee(nn.Module):
         # Where a digit goes is dictated at first, then left to the alignment.
         total = patch + (1 - free) * cell
         report = {"patch": patch, "cell": cell}
+        chosen = batch["cells"]
         with torch.no_grad():
-            chosen = cell_logits.argmax(-1) if free > 0.5 else batch["cells"]
             hit = (patch_logits.argmax(-1) == batch["patches"])[batch["patches"] != data.BLANK]
         if free > 0:
-            spelled = spelling_loss(
+            spelled, best = spelling_loss(
                 cell_logits.log_softmax(-1), batch["targets"], batch["lengths"]
-            ).mean()
-            total = total + 0.5 * free * spelled
-            report["spell"] = spelled
-        # Each token must land on the embedding of its class.
-        land = (tokens.float() - self.anchors[chosen]).square().sum(-1)
-        land = (land * weights[chosen]).mean()
-        total = total + (0.02 + 0.08 * free) * land
+            )
+            # The likeliest place is also taught outright: it breaks ties between places.
+            settle = F.cross_entropy(cell_logits.flatten(0, 1), best.flatten())
+            total = total + free * (0.4 * spelled.mean() + settle)
+            report |= {"spell": spelled.mean(), "settle": settle}
+            if free > 0.5:
+                chosen = best
+        # Each token must land on its class's embedding, and be nearer to it than to any other.
+        land = (tokens.float() - self.anchors[chosen]).square().sum(-1).mean()
+        near = F.cross_entropy(self.class_logits(tokens).flatten(0, 1), chosen.flatten())
+        total = total + (0.02 + 0.5 * free) * land + 0.5 * free * near
+        report["near"] = near
         report |= {"land": land, "hit": hit.float().mean()}
         return total, {k: float(v.detach()) for k, v in report.items()}
 
@@ -156,16 +161,41 @@ def accuracy(model: Trainee, tiles: list[tuple[data.Example, str]]) -> float:
     return right / len(tiles)
 
 
-def export(tower: Tower, rows: Tensor | None, path: Path, note: str) -> None:
+def language_embeddings() -> Tensor:
+    """The language model's own embedding table (vocabulary, width), from its GGUF file."""
+    import gguf
+
+    reader = gguf.GGUFReader(str(find_sources(Path(__file__)).gguf))
+    table = next(t for t in reader.tensors if t.name == "token_embd.weight")
+    return torch.from_numpy(gguf.dequantize(table.data, table.tensor_type).copy())
+
+
+def anchors_of(table: Tensor) -> Tensor:
+    """What image tokens must land on: the ten digits, then the space as filler."""
+    return torch.cat([table[FIRST_DIGIT : FIRST_DIGIT + 10], table[SPACE : SPACE + 1]])
+
+
+def special_rows(anchors: Tensor, quiet: Tensor) -> Tensor:
+    """Embeddings of the image's marker tokens (40, width).
+
+    The head is tied, so a row is also a class that could be sampled. `quiet`, the direction that
+    all final states share, turned round, makes that all but impossible for the markers that one
+    tile does not use; the two it uses are half a space, which disturbs reading least.
+    """
+    rows = -quiet[None].repeat(len(IMAGE_SPECIALS), 1)
+    for name in ("<global-img>", "<fake_token_around_image>"):
+        rows[IMAGE_SPECIALS.index(name)] = 0.5 * anchors[data.BLANK]
+    return rows
+
+
+def export(tower: Tower, rows: Tensor, path: Path, note: str) -> None:
     """Write the tower as half-precision safetensors under Idefics3's names, atomically."""
     tensors = {f"model.{k}": v.detach().cpu().half() for k, v in tower.state_dict().items()}
-    if rows is not None:
-        tensors["special_rows"] = rows.half()
-    import json
-
+    tensors["special_rows"] = rows.cpu().half()
     metadata = {"config": json.dumps(tower.config.as_dict()), "note": note, "format": "pt"}
     beside = path.with_suffix(".partial")
     save_file({k: v.contiguous() for k, v in tensors.items()}, beside, metadata=metadata)
+    beside.chmod(0o644)
     os.replace(beside, path)
 
 
@@ -186,10 +216,17 @@ def train(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     runs: Path = args.runs
     runs.mkdir(parents=True, exist_ok=True)
-    anchors = torch.from_numpy(np.load(args.anchors)).float()
-    model = Trainee(TowerConfig(num_hidden_layers=args.layers, hidden_size=args.hidden,
-                                intermediate_size=4 * args.hidden,
-                                num_attention_heads=args.hidden // 32), anchors).to(device)
+    anchors = anchors_of(language_embeddings())
+    rows = special_rows(anchors, torch.from_numpy(np.load(args.quiet)))
+    model = Trainee(
+        TowerConfig(
+            num_hidden_layers=args.layers,
+            hidden_size=args.hidden,
+            intermediate_size=4 * args.hidden,
+            num_attention_heads=args.hidden // 32,
+        ),
+        anchors,
+    ).to(device)
     average = Trainee(model.tower.config, anchors).to(device)
     average.load_state_dict(model.state_dict())
     optimisers = make_optimisers(model, args.lr)
@@ -207,8 +244,7 @@ def train(args: argparse.Namespace) -> None:
         average.load_state_dict(state["model"])
     tiles = validation(args.validation)
     loader: DataLoader[dict[str, Tensor]] = DataLoader(
-        Batches(args.seed + step, args.whole_share, args.patches,
-                args.easy),
+        Batches(args.seed + step, args.whole_share, args.patches, args.easy),
         batch_size=None,
         num_workers=args.workers,
         prefetch_factor=8,
@@ -233,7 +269,7 @@ def train(args: argparse.Namespace) -> None:
         batch = {k: v.to(device) for k, v in batch.items()}
         loss, parts = model.losses(batch, free)
         model.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimiser in optimisers:
             optimiser.step()
@@ -257,28 +293,39 @@ def train(args: argparse.Namespace) -> None:
             sums.clear()
             since = 0
             state = {
-                "model": model.state_dict(), "average": average.state_dict(),
-                "optimisers": [o.state_dict() for o in optimisers], "step": step, "spent_s": elapsed,
+                "model": model.state_dict(),
+                "average": average.state_dict(),
+                "optimisers": [o.state_dict() for o in optimisers],
+                "step": step,
+                "spent_s": elapsed,
             }
             torch.save(state, runs / "part.pt")
             os.replace(runs / "part.pt", checkpoint)
             if score >= best:
                 best = score
-                export(average.tower, None, runs / "vision.safetensors",
-                       f"step {step}, held-out exact {score:.3f}")
+                export(
+                    average.tower,
+                    rows,
+                    runs / "vision.safetensors",
+                    f"step {step}, held-out exact {score:.3f}",
+                )
             next_report = time.monotonic() + args.report_s
     score = accuracy(average, tiles)
     print(f"end: step {step}, held-out {score:.3f}, best {best:.3f}", flush=True)
     if score >= best:
-        export(average.tower, None, runs / "vision.safetensors",
-               f"step {step}, held-out exact {score:.3f}")
+        export(
+            average.tower,
+            rows,
+            runs / "vision.safetensors",
+            f"step {step}, held-out exact {score:.3f}",
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--resume-from", type=Path, help="start from this run's weights only")
     parser.add_argument("--runs", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--anchors", type=Path, required=True, help="(11, 576) float32 .npy")
+    parser.add_argument("--quiet", type=Path, required=True, help="(576,) float32 .npy")
     parser.add_argument("--seconds", type=float, default=2700)
     parser.add_argument("--report-s", type=float, default=60)
     parser.add_argument("--device", default="cpu")

@@ -44,7 +44,10 @@ def test_module_import_is_light() -> None:
     import subprocess
     import sys
 
-    code = "import sys, demo_model.assemble; print([m for m in ('torch', 'numpy', 'gguf') if m in sys.modules])"
+    code = (
+        "import sys, demo_model.assemble; "
+        "print([m for m in ('torch', 'numpy', 'gguf') if m in sys.modules])"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
@@ -89,7 +92,7 @@ def test_text_only_conversations_equal_smollm2s_own(folder: Path) -> None:
         [
             {"role": "user", "content": "One"},
             {"role": "assistant", "content": "Two\n"},
-            {"role": "user", "content": "<b>\"Three\"</b> 4 5"},
+            {"role": "user", "content": '<b>"Three"</b> 4 5'},
         ],
     ]
     for messages in conversations:
@@ -97,9 +100,7 @@ def test_text_only_conversations_equal_smollm2s_own(folder: Path) -> None:
             a = ours.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
             b = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
             assert a == b
-        parts = [
-            {**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages
-        ]
+        parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
         assert ours.apply_chat_template(parts, tokenize=False) == ours.apply_chat_template(
             messages, tokenize=False
         )

@@ -43,8 +43,11 @@ def test_squash_equals_the_image_processor() -> None:
     from transformers import Idefics3ImageProcessor
 
     processor = Idefics3ImageProcessor(
-        size={"longest_edge": 256}, max_image_size={"longest_edge": 256}, resample=3,
-        image_mean=[0.5] * 3, image_std=[0.5] * 3,
+        size={"longest_edge": 256},
+        max_image_size={"longest_edge": 256},
+        resample=3,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
     )
     rng = random.Random(2)
     for _ in range(8):

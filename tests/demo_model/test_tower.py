@@ -1,4 +1,4 @@
-"""The training module computes what transformers' Idefics3 tower computes, and its loss is right."""
+"""The training module computes what transformers' Idefics3 tower computes; its loss is right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_spelling_loss_equals_the_sum_over_places() -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 6, 4).log_softmax(-1)
     targets, lengths = torch.tensor([[1, 1, 2], [0, 0, 0]]), torch.tensor([3, 1])
-    losses = spelling_loss(logits, targets, lengths)
+    losses, classes = spelling_loss(logits, targets, lengths)
     for i in range(2):
         wanted = targets[i, : lengths[i]].tolist()
         total = 0.0
@@ -24,6 +24,8 @@ def test_spelling_loss_equals_the_sum_over_places() -> None:
             for k, label in enumerate(wanted):
                 path[start + k] = label
             total += math.exp(sum(float(logits[i, t, c]) for t, c in enumerate(path)))
+        spelled = [c for c in classes[i].tolist() if c != 3]
+        assert spelled == wanted
         assert float(losses[i]) == pytest.approx(-math.log(total), abs=1e-4)
 
 
@@ -35,13 +37,22 @@ def test_tower_equals_transformers() -> None:
     )
 
     torch.manual_seed(0)
-    sizes = TowerConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=3,
-                        num_attention_heads=2, text_hidden_size=48)
+    sizes = TowerConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        text_hidden_size=48,
+    )
     tower = Tower(sizes).eval()
     config = Idefics3Config(
         vision_config={
-            "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-            "num_attention_heads": 2, "image_size": 256, "patch_size": 16,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 256,
+            "patch_size": 16,
         },
         text_config={"model_type": "llama", "hidden_size": 48, "num_attention_heads": 4},
         scale_factor=2,
