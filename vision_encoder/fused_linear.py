@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from vision_encoder.config import Activation
 
+MOST_ROWS = 1024
+"""oneDNN never forgets the kernels that it generates for a number of rows, so pictures of all sizes
+must not bring it ever new ones: larger products are cut here, smaller ones rounded up."""
 _FUSED = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "silu": ("swish", "")}
 """Activation -> oneDNN's name and algorithm. quick_gelu has no fused form."""
 
@@ -79,17 +82,25 @@ class FusedLinear(nn.Module):
             x = F.linear(x, self.weight, self.bias)
             return x if activation is None else activate(x, activation)
         rows = x.shape[0]
-        # As in lm_engine's packed linears: oneDNN never forgets the kernels that it generates for
-        # a number of rows, so pictures of all sizes must not bring it ever new ones.
+        if rows <= MOST_ROWS:
+            return self._product(x)
+        out = x.new_empty(rows, self.outputs)
+        for start in range(0, rows, MOST_ROWS):
+            out[start : start + MOST_ROWS] = self._product(x[start : start + MOST_ROWS])
+        return out
+
+    def _product(self, x: Tensor) -> Tensor:
+        """The packed product of at most MOST_ROWS rows."""
+        rows = x.shape[0]
         if more := round_up_rows(rows) - rows:
             x = F.pad(x, (0, 0, 0, more))
-        name, algorithm = _FUSED.get(activation, ("none", "")) if activation else ("none", "")
+        name, algorithm = _FUSED.get(self.activation or "", ("none", ""))
         out = cast(
             Tensor,
             torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, name, [], algorithm),
-        )
-        out = out[:rows]
-        return out if activation is None or name != "none" else activate(out, activation)
+        )[:rows]
+        fused = self.activation is None or name != "none"
+        return out if fused else activate(out, cast(Activation, self.activation))
 
 
 def round_up_rows(rows: int) -> int:
