@@ -63,7 +63,7 @@ def language(
     words = plan.options.model.split()
     for done in range(5):
         report("weights", float(done), 4.0)
-        time.sleep(0.2 if "slow-load" in words else 0.0)
+        time.sleep(0.8 if "slow-load" in words else 0.0)
     if "load-fault" in words:
         raise RuntimeError("tensor x is odd")
     if "load-crash" in words:

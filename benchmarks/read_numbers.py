@@ -1,9 +1,9 @@
 """Twenty pictures of printed numbers, asked through the openai SDK, streamed.
 
-Owns: the count of answers that contain their number. Does not own: the server, or training. Runs with
-any environment that has openai 2 or 3:
+Owns: the count of answers that contain their number. Does not own: the server, or training. Runs
+with any environment that has openai 2 or 3:
 
-python benchmarks/numbers.py [URL]
+python benchmarks/read_numbers.py [URL]
 """
 
 from __future__ import annotations
