@@ -25,8 +25,15 @@ PATCH_PX = 16
 GRID = TILE_PX // PATCH_PX
 CELL_PX = 32  # one image token covers two by two patches
 CELLS = TILE_PX // CELL_PX
-BLANK = 10  # classes 0..9 are digits
+CHARS = "0123456789.,$%-:/"  # class of a character = its index here
+BLANK = len(CHARS)
 MAX_DIGITS = 8
+# How numbers are dressed: each 0 becomes a digit.
+PATTERNS = (
+    *("$0.00", "$00.00", "$000.00", "$0,000", "$00", "$000", "$0000", "0.0", "0.00", "00.00"),
+    *("000.00", "0.000", "0,000", "00,000", "000,000", "0%", "00%", "0.0%", "00.0%", "-0", "-00"),
+    *("-00.0", "-0.00", "00:00", "0:00", "00/00", "0/0", "00/00/00", "00-00", "000-0000"),
+)
 BAND_ROWS = (4, 6, 8, 12, 16)  # heights of the crops used in training, in patches
 
 FONT_ROOT = Path("/usr/share/fonts")
@@ -91,7 +98,16 @@ def draw_digits(rng: random.Random, held_out: bool = False) -> str:
             return text
 
 
-@lru_cache(maxsize=4096)
+def draw_dressed(rng: random.Random, held_out: bool = False) -> str:
+    """A price, decimal, percentage, time, date or the like, of at most 8 characters."""
+    pattern = rng.choice(PATTERNS)
+    while True:
+        text = "".join(rng.choice("0123456789") if c == "0" else c for c in pattern)
+        if len(text) < 3 or is_held_out(text) == held_out:
+            return text
+
+
+@lru_cache(maxsize=1024)
 def _font(path: Path, size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(str(path), size)
 
@@ -101,7 +117,7 @@ def _luminance(colour: tuple[int, int, int]) -> float:
 
 
 def _colours(rng: random.Random) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Background and ink, at least 90 grey levels apart."""
+    """Background and ink, at least 80 grey levels apart."""
     if rng.random() < 0.6:
         paper = rng.randint(225, 255)
         ink = rng.randint(0, 60)
@@ -110,7 +126,7 @@ def _colours(rng: random.Random) -> tuple[tuple[int, int, int], tuple[int, int, 
     while True:
         a = (rng.randint(0, 255), rng.randint(0, 255), rng.randint(0, 255))
         b = (rng.randint(0, 255), rng.randint(0, 255), rng.randint(0, 255))
-        if abs(_luminance(a) - _luminance(b)) >= 90:
+        if abs(_luminance(a) - _luminance(b)) >= 80:
             return a, b
 
 
@@ -226,7 +242,7 @@ def render(
 ) -> Sample:
     """Draw `text` as one line at a readable size somewhere in an image of any shape."""
     while True:
-        aspect = math.exp(rng.uniform(math.log(0.8), math.log(3.6)))
+        aspect = math.exp(rng.uniform(math.log(0.7), math.log(4.0)))
         low = max(longest_px[0], 15 * len(text))
         longest = round(math.exp(rng.uniform(math.log(low), math.log(max(low + 1, longest_px[1])))))
         width = longest if aspect >= 1 else max(48, round(longest * aspect))
@@ -241,7 +257,7 @@ def render(
         least = min(0.9, 21 * len(text) / TILE_PX)
         size = min(
             rng.uniform(max(0.3, least), 0.95) * width / unit_width,
-            rng.uniform(0.2, 0.65) * height / unit_height,
+            rng.uniform(0.2, 0.75) * height / unit_height,
         )
         drawn_width, drawn_height = size * unit_width, size * unit_height
         pitch_px = drawn_width / len(text) / width * TILE_PX
@@ -297,14 +313,14 @@ class Example:
     """A training example: a band of the tile with its supervision.
 
     `pixels` (rows*16, 256, 3) uint8; `first_row` the band's first patch row in the tile;
-    `patch_labels` (rows, 16) and `cell_labels` (rows/2, 8) classes 0..10; `digits` the string.
+    `patch_labels` (rows, 16) and `cell_labels` (rows/2, 8) classes 0..BLANK; `text` the string.
     """
 
     pixels: Array
     first_row: int
     patch_labels: npt.NDArray[np.int64]
     cell_labels: npt.NDArray[np.int64]
-    digits: str
+    text: str
 
 
 def to_example(rng: random.Random, sample: Sample, whole: bool = False) -> Example:
@@ -318,14 +334,14 @@ def to_example(rng: random.Random, sample: Sample, whole: bool = False) -> Examp
         down = (mid >= y0) & (mid < y1)
         across[min(GRID - 1, max(0, int((x0 + x1) / 2 // PATCH_PX)))] = True
         down[min(GRID - 1, max(0, int((y0 + y1) / 2 // PATCH_PX)))] = True
-        patches[np.ix_(down, across)] = int(char)
+        patches[np.ix_(down, across)] = CHARS.index(char)
     cells = np.full((CELLS, CELLS), BLANK, dtype=np.int64)
     centre_y = sum(b[1] + b[3] for b in boxes) / (2 * len(boxes))
     row = min(CELLS - 1, max(0, int(centre_y // CELL_PX)))
     for char, col in zip(
         sample.text, columns([(b[0] + b[2]) / 2 / CELL_PX for b in boxes]), strict=True
     ):
-        cells[row, col] = int(char)
+        cells[row, col] = CHARS.index(char)
     top = max(0, int(min(b[1] for b in boxes) // PATCH_PX))
     bottom = min(GRID, math.ceil(max(b[3] for b in boxes) / PATCH_PX))
     rows = GRID
@@ -346,7 +362,9 @@ def to_example(rng: random.Random, sample: Sample, whole: bool = False) -> Examp
     )
 
 
-def examples(seed: int, whole_share: float, easy: int = 0) -> Iterator[Example]:
+def examples(
+    seed: int, whole_share: float, easy: int = 0, dressed_share: float = 0.0
+) -> Iterator[Example]:
     """An endless stream of training examples; `whole_share` of them are whole tiles.
 
     Over the first `easy` examples the share of easy ones falls from all to none.
@@ -359,5 +377,6 @@ def examples(seed: int, whole_share: float, easy: int = 0) -> Iterator[Example]:
         if rng.random() * easy > made - easy / 3:
             yield to_example(rng, render_easy(rng, draw_digits(rng), fonts))
             continue
-        sample = render(rng, draw_digits(rng), fonts)
+        text = draw_dressed(rng) if rng.random() < dressed_share else draw_digits(rng)
+        sample = render(rng, text, fonts)
         yield to_example(rng, sample, whole=rng.random() < whole_share)

@@ -34,23 +34,25 @@ from demo_model.assemble import IMAGE_SPECIALS, find_sources
 from demo_model.tower import Tower, TowerConfig, spelling_loss
 
 PATCHES_PER_BATCH = 2048
-FIRST_DIGIT, SPACE = 32, 216  # token ids of SmolLM2; its digits are consecutive
+EXCLAMATION, SPACE = 17, 216  # token ids of SmolLM2, which has ASCII in order from "!"
 SIGMA = 0.6  # width of a class around its embedding; neighbouring digits are 1.0 to 2.4 apart
 
 
 class Batches(IterableDataset[dict[str, Tensor]]):
     """Batches of equal band height, each of about `patches` patches."""
 
-    def __init__(self, seed: int, whole_share: float, patches: int, easy: int) -> None:
+    def __init__(
+        self, seed: int, whole_share: float, patches: int, easy: int, dressed: float
+    ) -> None:
         self.seed, self.whole_share, self.patches = seed, whole_share, patches
-        self.easy = easy
+        self.easy, self.dressed = easy, dressed
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         os.nice(5)
         worker = torch.utils.data.get_worker_info()
         seed = self.seed * 1009 + (worker.id if worker else 0)
         waiting: dict[int, list[data.Example]] = defaultdict(list)
-        for example in data.examples(seed, self.whole_share, self.easy):
+        for example in data.examples(seed, self.whole_share, self.easy, self.dressed):
             rows = len(example.patch_labels)
             waiting[rows].append(example)
             if len(waiting[rows]) * rows * data.GRID >= self.patches:
@@ -59,14 +61,16 @@ class Batches(IterableDataset[dict[str, Tensor]]):
 
 def collate(group: list[data.Example]) -> dict[str, Tensor]:
     """Stack examples of one band height."""
-    width = max(len(e.digits) for e in group)
+    width = max(len(e.text) for e in group)
     return {
         "pixels": torch.from_numpy(np.stack([e.pixels for e in group])),
         "first_row": torch.tensor([e.first_row for e in group]),
         "patches": torch.from_numpy(np.stack([e.patch_labels for e in group])).flatten(1),
         "cells": torch.from_numpy(np.stack([e.cell_labels for e in group])).flatten(1),
-        "targets": torch.tensor([[int(d) for d in e.digits.ljust(width, "0")] for e in group]),
-        "lengths": torch.tensor([len(e.digits) for e in group]),
+        "targets": torch.tensor(
+            [[data.CHARS.index(c) for c in e.text.ljust(width, "0")] for e in group]
+        ),
+        "lengths": torch.tensor([len(e.text) for e in group]),
     }
 
 
@@ -84,7 +88,9 @@ class Trainee(nn.Module):
         self.patch_head = nn.Linear(config.hidden_size, data.BLANK + 1)
         self.cell_head = nn.Linear(config.hidden_size * config.scale_factor**2, data.BLANK + 1)
         self.anchors: Tensor
-        self.register_buffer("anchors", anchors)  # (11, text): ten digits, then the filler
+        self.register_buffer(
+            "anchors", anchors
+        )  # (BLANK + 1, text): the characters, then the filler
 
     def class_logits(self, tokens: Tensor) -> Tensor:
         """Log-odds of each class from the distance of a token to that class's embedding."""
@@ -131,16 +137,17 @@ class Trainee(nn.Module):
 def spell(logits: Tensor) -> list[str]:
     """The string each image's tokens spell: the classes in order, blanks dropped."""
     best = logits.argmax(-1).tolist()
-    return ["".join(str(c) for c in row if c != data.BLANK) for row in best]
+    return ["".join(data.CHARS[c] for c in row if c != data.BLANK) for row in best]
 
 
-def validation(count: int, seed: int = 7) -> list[tuple[data.Example, str]]:
+def validation(count: int, seed: int = 7, dressed: bool = False) -> list[tuple[data.Example, str]]:
     """Whole tiles of held-out strings in held-out faces."""
     rng = random.Random(seed)
     fonts = data.faces(held_out=True)
     out = []
     for _ in range(count):
-        text = data.draw_digits(rng, held_out=True)
+        draw = data.draw_dressed if dressed else data.draw_digits
+        text = draw(rng, held_out=True)
         out.append((data.to_example(rng, data.render(rng, text, fonts), whole=True), text))
     return out
 
@@ -171,8 +178,30 @@ def language_embeddings() -> Tensor:
 
 
 def anchors_of(table: Tensor) -> Tensor:
-    """What image tokens must land on: the ten digits, then the space as filler."""
-    return torch.cat([table[FIRST_DIGIT : FIRST_DIGIT + 10], table[SPACE : SPACE + 1]])
+    """What image tokens must land on: the characters, then the space as filler."""
+    ids = [EXCLAMATION + ord(c) - ord("!") for c in data.CHARS]
+    return table[[*ids, SPACE]]
+
+
+def quiet_direction() -> Tensor:
+    """The unit direction that the language model's final states share, whatever the text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = find_sources(Path(__file__)).gguf
+    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name)
+    texts = (
+        "The capital of France is Paris and it has 2,100,000 people.",
+        "<|im_start|>user\nWhat is this?<|im_end|>\n<|im_start|>assistant\nThe number is 4821.",
+    )
+    with torch.no_grad():
+        states = [
+            model.model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+            for text in texts
+        ]
+    mean = torch.cat(states).float().mean(0)
+    direction: Tensor = mean / mean.norm()
+    return direction
 
 
 def special_rows(anchors: Tensor, quiet: Tensor) -> Tensor:
@@ -210,6 +239,30 @@ def make_optimisers(model: Trainee, rate: float) -> list[torch.optim.Optimizer]:
     ]
 
 
+def grow(model: Trainee, state: dict[str, Tensor]) -> None:
+    """Load a state with no more layers than the model; layers it lacks start as identities.
+
+    New layers go before the last one, which has learned to place what the others recognise.
+    """
+    prefix = "tower.vision_model.encoder.layers."
+    have = 1 + max(int(k[len(prefix) :].split(".")[0]) for k in state if k.startswith(prefix))
+    want = model.tower.config.num_hidden_layers
+    last, moved = f"{prefix}{have - 1}.", f"{prefix}{want - 1}."
+    # The blank is always the last class; new characters go before it.
+    for head in ("patch_head", "cell_head"):
+        for part in ("weight", "bias"):
+            new, old = model.state_dict()[f"{head}.{part}"].clone(), state[f"{head}.{part}"]
+            new[: len(old) - 1], new[-1] = old[:-1], old[-1]
+            state[f"{head}.{part}"] = new
+    state["anchors"] = model.anchors
+    state = {(moved + k[len(last) :] if k.startswith(last) else k): v for k, v in state.items()}
+    missing = model.load_state_dict(state, strict=False).missing_keys
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in missing and (".out_proj." in name or ".fc2." in name):
+                parameter.zero_()
+
+
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
@@ -217,7 +270,7 @@ def train(args: argparse.Namespace) -> None:
     runs: Path = args.runs
     runs.mkdir(parents=True, exist_ok=True)
     anchors = anchors_of(language_embeddings())
-    rows = special_rows(anchors, torch.from_numpy(np.load(args.quiet)))
+    rows = special_rows(anchors, quiet_direction())
     model = Trainee(
         TowerConfig(
             num_hidden_layers=args.layers,
@@ -239,12 +292,12 @@ def train(args: argparse.Namespace) -> None:
         [o.load_state_dict(d) for o, d in zip(optimisers, state["optimisers"], strict=True)]
         step, spent_s = state["step"], state["spent_s"]
     elif args.resume_from:
-        state = torch.load(args.resume_from, map_location=device)
-        model.load_state_dict(state["model"])
-        average.load_state_dict(state["model"])
+        grow(model, torch.load(args.resume_from, map_location=device)["average"])
+        average.load_state_dict(model.state_dict())
     tiles = validation(args.validation)
+    dressed_tiles = validation(args.validation // 2, seed=8, dressed=True)
     loader: DataLoader[dict[str, Tensor]] = DataLoader(
-        Batches(args.seed + step, args.whole_share, args.patches, args.easy),
+        Batches(args.seed + step, args.whole_share, args.patches, args.easy, args.dressed),
         batch_size=None,
         num_workers=args.workers,
         prefetch_factor=8,
@@ -283,11 +336,11 @@ def train(args: argparse.Namespace) -> None:
         for key, value in parts.items():
             sums[key] += value
         if time.monotonic() >= next_report:
-            score = accuracy(average, tiles)
+            score, dressed = accuracy(average, tiles), accuracy(average, dressed_tiles)
             means = " ".join(f"{k} {v / since:.4f}" for k, v in sums.items())
             print(
                 f"{elapsed:6.0f} s  step {step}  images {images}  lr {rate:.1e}  {means}  "
-                f"held-out {score:.3f}",
+                f"held-out {score:.3f}  dressed {dressed:.3f}",
                 flush=True,
             )
             sums.clear()
@@ -325,7 +378,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--resume-from", type=Path, help="start from this run's weights only")
     parser.add_argument("--runs", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--quiet", type=Path, required=True, help="(576,) float32 .npy")
     parser.add_argument("--seconds", type=float, default=2700)
     parser.add_argument("--report-s", type=float, default=60)
     parser.add_argument("--device", default="cpu")
@@ -339,6 +391,7 @@ def main() -> None:
     parser.add_argument("--whole-share", type=float, default=0.1)
     parser.add_argument("--patches", type=int, default=PATCHES_PER_BATCH)
     parser.add_argument("--easy", type=int, default=24000)
+    parser.add_argument("--dressed", type=float, default=0.0, help="share of prices and the like")
     parser.add_argument("--free-from", type=int, default=1500, help="step of the alignment")
     train(parser.parse_args())
 

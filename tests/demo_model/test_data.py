@@ -27,7 +27,7 @@ def test_labels_spell_the_number_in_reading_order() -> None:
         text = data.draw_digits(rng)
         example = data.to_example(rng, data.render(rng, text, FONTS))
         labels = example.cell_labels.flatten()
-        assert "".join(str(v) for v in labels[labels != data.BLANK]) == text
+        assert "".join(data.CHARS[v] for v in labels[labels != data.BLANK]) == text
         assert example.pixels.shape == (len(example.patch_labels) * 16, 256, 3)
 
 
@@ -56,6 +56,6 @@ def test_squash_equals_the_image_processor() -> None:
         ours = torch.from_numpy(data.squash(image).copy()).permute(2, 0, 1) / 127.5 - 1
         assert theirs.shape == ours.shape
         worst = float((theirs - ours).abs().max()) * 127.5
-        assert worst <= 2.0, worst  # grey levels: the two libraries round differently
+        assert worst < 2.5, worst  # grey levels: the two libraries round differently
     assert isinstance(image, Image.Image)
     assert np.asarray(image).ndim == 3
