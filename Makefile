@@ -37,7 +37,7 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.installed ## Side by side with other servers; see benchmarks/README.md
+bench: $(VENV)/.installed ## Side by side with other servers: make bench ARGS="--model FOLDER"
 	$(BIN)/python benchmarks/peers.py $(ARGS)
 
 clean:

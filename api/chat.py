@@ -44,7 +44,7 @@ def read_messages(messages: Sequence[Message], limits: ResolutionFields | None) 
     for place, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
         if isinstance(message.content, str):
-            turns.append(Turn(role, message.content))
+            turns.append(Turn(role, message.content, message.name))
             continue
         parts: list[str | int] = []
         for index, part in enumerate(message.content):
@@ -53,7 +53,7 @@ def read_messages(messages: Sequence[Message], limits: ResolutionFields | None) 
             else:
                 parts.append(len(sources))
                 sources.append(_source(part, f"messages.{place}.content.{index}", limits))
-        turns.append(Turn(role, tuple(parts)))
+        turns.append(Turn(role, tuple(parts), message.name))
     return Conversation(tuple(turns), tuple(sources))
 
 

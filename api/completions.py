@@ -20,13 +20,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from api import chat
+from api.admission import Ticket
 from api.answers import AnswerShape, ChatShape, CompletionShape, prompt_logprobs_json
 from api.body import Payload
 from api.errors import BadRequestError, json_response
 from api.events import EventFeed
 from api.generation import Run
 from api.prompt import Prompt, PromptBuilder
-from api.sampling import check_token_ids, sampling_params
+from api.sampling import check_logprob_entries, check_token_ids, sampling_params
 from api.schemas import ChatRequest, CompletionRequest, Generation
 from api.server import Model, Server
 from api.streaming import EventStream, disconnected
@@ -64,7 +65,9 @@ async def chat_completions(server: Server, request: Request) -> Response:
             with_logprobs=bool(body.logprobs),
             with_token_ids=bool(body.return_token_ids),
         )
-        return await _respond(server, request, model, body, payload, prepared, shape, stack)
+        received_s = payload.received_s
+        del payload  # the images are in files: their bytes must not be held a second time
+        return await _respond(server, request, model, body, received_s, prepared, shape, stack)
     raise AssertionError("the stack swallows no exception")
 
 
@@ -79,7 +82,9 @@ async def completions(server: Server, request: Request) -> Response:
             with_logprobs=body.logprobs is not None,
             with_token_ids=bool(body.return_token_ids),
         )
-        return await _respond(server, request, model, body, payload, prepared, shape, stack)
+        received_s = payload.received_s
+        del payload
+        return await _respond(server, request, model, body, received_s, prepared, shape, stack)
     raise AssertionError("the stack swallows no exception")
 
 
@@ -90,14 +95,21 @@ async def _admitted(
     server: Server, request: Request, schema: type[B], stack: AsyncExitStack
 ) -> tuple[B, Payload]:
     """Reserves before it reads."""
-    declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isdecimal() else server.config.max_body_bytes
-    ticket = server.admission.open(request.state.tenant, min(size, server.config.max_body_bytes))
-    stack.callback(ticket.release)
-    request.state.ticket = ticket
+    request.state.ticket = reserve(server, request, stack)
     body, payload = await server.bodies.receive(request, schema)
     server.check_model_name(body.model)
     return body, payload
+
+
+def reserve(server: Server, request: Request, stack: AsyncExitStack) -> Ticket:
+    """Admits a request with the body that its headers declare, until `stack` ends. Raises
+    OverloadedError or TooManyRequestsError."""
+    most = server.config.max_body_bytes
+    declared = request.headers.get("content-length", "")
+    size = min(int(declared), most) if declared.isdecimal() else most
+    ticket = server.admission.open(request.state.tenant, size)
+    stack.callback(ticket.release)
+    return ticket
 
 
 async def prepare_chat(
@@ -174,40 +186,39 @@ async def _respond(
     request: Request,
     model: Model,
     body: Generation,
-    payload: Payload,
+    received_s: float,
     prepared: Prepared,
     shape: AnswerShape,
     stack: AsyncExitStack,
 ) -> Response:
-    n = body.n or 1
-    submissions = []
-    for place, prompt in enumerate(prepared.prompts):
-        sampling = sampling_params(
-            body, model.info, model.frontend.defaults, prompt_tokens=len(prompt.token_ids)
-        )
-        engine_request = EngineRequest(
+    requests = [
+        EngineRequest(
             request_id=f"{shape.id}-{place}",
             token_ids=prompt.token_ids,
-            sampling=sampling,
+            sampling=sampling_params(
+                body, model.info, model.frontend.defaults, prompt_tokens=len(prompt.token_ids)
+            ),
             image_spans=prompt.spans,
             positions=prompt.positions,
             position_delta=prompt.position_delta,
             tenant=request.state.tenant,
-            arrival_s=payload.received_s,
+            arrival_s=received_s,
         )
-        submissions.append((engine_request, prepared.media))
+        for place, prompt in enumerate(prepared.prompts)
+    ]
+    check_logprob_entries(requests)
     ticket = request.state.ticket
     ticket.add_tokens(prepared.prompt_tokens)
     # The body has been spooled or tokenised; from here on only the images count.
     ticket.resize_media(_media_bytes(prepared))
-    feed = EventFeed(server.client, submissions)
+    feed = EventFeed(server.client, [(one, prepared.media) for one in requests])
     stack.push_async_callback(feed.close)
     stack.callback(server.follow(feed))
     run = Run(
         feed=feed,
         shape=shape,
         metrics=server.metrics,
-        n=n,
+        n=body.n or 1,
         prompts=len(prepared.prompts),
         prompt_tokens=prepared.prompt_tokens,
         image_tokens=sum(prompt.image_tokens for prompt in prepared.prompts),

@@ -84,7 +84,7 @@ class ServeConfig(BaseSettings):
     )
 
     model: str = _setting("Folder, GGUF file or hub id", "demo", core=True)
-    tokenizer: str | None = _setting("Folder of the tokenizer, for GGUF files")
+    tokenizer: str | None = _setting("Folder of the tokenizer, instead of the model's own")
     served_model_name: str | None = _setting("Name that clients use", core=True)
     chat_template: Path | None = _setting("Jinja file instead of the model's own", core=True)
     host: str = _setting("Address to listen on", "127.0.0.1", core=True)
@@ -168,6 +168,7 @@ class ServeConfig(BaseSettings):
         """`model`: the folder or file that `self.model` was resolved to."""
         return EngineOptions(
             model=model,
+            tokenizer=self.tokenizer,
             served_name=self.public_name,
             dtype=self.dtype,
             device=self.device,

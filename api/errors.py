@@ -7,12 +7,13 @@ validation errors and unforeseen exceptions into it. Does not own: when an error
     ├── BadRequestError            400  the request is wrong; `param` names the field
     │   ├── UnsupportedError       400  a known field that this server does not implement
     │   ├── ContextTooLongError    400  prompt + completion exceed the model's context
-    │   └── MediaError        400  an image cannot be fetched, read or served
+    │   └── MediaError             400  an image cannot be fetched, read or served
     ├── UnauthorizedError          401
     ├── NotFoundError              404
+    ├── MethodNotAllowedError      405
     ├── BodyTooLargeError          413
     ├── TooManyRequestsError       429  this tenant has too much in flight
-    ├── ServerError           500
+    ├── ServerError                500
     └── OverloadedError            503  the server is full, loading or draining
 
 Messages are fixed texts with numbers from the request; nothing of the machine (addresses, paths,

@@ -76,7 +76,15 @@ def gguf_tokenizer(model: Path) -> Path:
 
 
 def _checked(path: Path) -> Path:
-    if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.gguf")):
+    if path.is_dir() and not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return files[0]
+        if files:
+            names = ", ".join(file.name for file in files[:5])
+            raise ModelFolderError(
+                f"{path} holds {len(files)} GGUF files; name one of them: {names}."
+            )
         raise ModelFolderError(
             f"{path} holds neither config.json nor a .gguf file, so it is not a model. Give the "
             "folder that directly contains config.json."

@@ -30,6 +30,8 @@ class Turn:
     role: str
     content: str | tuple[str | int, ...]
     """A string as sent, or parts: a string is text, an int the index of an image."""
+    name: str | None = None
+    """Of the participant; most templates do not show it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,13 @@ class PromptBuilder:
                 "message.",
                 param="messages.0.role",
             )
-        return [{"role": turn.role, "content": self._content(turn, template)} for turn in turns]
+        messages: list[dict[str, Any]] = []
+        for turn in turns:
+            message: dict[str, Any] = {"role": turn.role, "content": self._content(turn, template)}
+            if turn.name is not None:
+                message["name"] = self.tokenizer.mark(turn.name)
+            messages.append(message)
+        return messages
 
     def _content(self, turn: Turn, template: ChatTemplate) -> str | list[dict[str, str]]:
         can = template.capabilities

@@ -6,15 +6,17 @@ Does not own: field types and fixed ranges (schemas.py), or sampling itself (lm_
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from api.errors import BadRequestError, ContextTooLongError
 from api.schemas import ChatRequest, CompletionRequest, Generation
-from chunked_prefill.request import SamplingParams
+from chunked_prefill.request import Request, SamplingParams
 from lm_engine.client import ModelInfo
 
 MAX_LOGPROB_ENTRIES = 4_000_000
-"""Bound of n x max_tokens x (alternatives + 1): what one answer may make the server hold."""
+"""Log-probabilities of one answer, all its prompts and alternatives together: what it may make the
+server hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,6 @@ def sampling_params(
             param="n",
         )
     max_tokens = _max_tokens(body, info, prompt_tokens)
-    logprobs = _logprobs(body)
-    if logprobs is not None and choices * max_tokens * (logprobs + 1) > MAX_LOGPROB_ENTRIES:
-        raise BadRequestError(
-            f"n x max_tokens x (alternatives + 1) is {choices * max_tokens * (logprobs + 1)}; at "
-            f"most {MAX_LOGPROB_ENTRIES} log-probabilities are returned. Lower max_tokens.",
-            param="logprobs",
-        )
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise BadRequestError(
@@ -67,7 +62,7 @@ def sampling_params(
         repetition_penalty=_or(body.repetition_penalty, defaults.repetition_penalty),
         seed=body.seed,
         logit_bias=_logit_bias(body.logit_bias, info.vocab_size),
-        logprobs=logprobs,
+        logprobs=_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
         n=choices,
         stop=tuple([body.stop] if isinstance(body.stop, str) else body.stop or ()),
@@ -76,6 +71,24 @@ def sampling_params(
         min_tokens=min_tokens,
         ignore_eos=bool(body.ignore_eos),
     )
+
+
+def check_logprob_entries(requests: Iterable[Request]) -> None:
+    """Raises BadRequestError when the prompts of one body ask for too many log-probabilities."""
+    generated = prompt = 0
+    for request in requests:
+        params = request.sampling
+        if params.logprobs is not None:
+            generated += params.n * params.max_tokens * (params.logprobs + 1)
+        if params.prompt_logprobs is not None:
+            prompt += request.num_prompt_tokens * (params.prompt_logprobs + 1)
+    if generated + prompt > MAX_LOGPROB_ENTRIES:
+        raise BadRequestError(
+            f"The answer could hold {generated + prompt} log-probabilities, tokens x (alternatives "
+            f"+ 1); at most {MAX_LOGPROB_ENTRIES} are returned. Lower max_tokens, n, or the number "
+            "of alternatives or prompts.",
+            param="logprobs" if generated > prompt else "prompt_logprobs",
+        )
 
 
 def check_token_ids(ids: list[int], vocab_size: int, param: str) -> None:

@@ -318,7 +318,8 @@ class CompletionRequest(Generation):
 
 
 class TokenizeRequest(Strict):
-    """Either `prompt` (as /v1/completions takes it) or `messages` (as the chat does)."""
+    """Either `prompt` (as /v1/completions takes it) or `messages` (as the chat does). A raw prompt
+    has no generation prompt, so that `add_generation_prompt` changes nothing for it."""
 
     model: str | None = Field(default=None, max_length=1024)
     prompt: str | None = None
@@ -333,6 +334,12 @@ class TokenizeRequest(Strict):
     def _one_of(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("send exactly one of prompt and messages")
+        for name in ("chat_template_kwargs", "mm_processor_kwargs"):
+            if self.messages is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} needs messages")
+        asked = "add_special_tokens" in self.model_fields_set and self.add_special_tokens
+        if self.prompt is None and asked:
+            raise ValueError("add_special_tokens needs prompt; a template writes its own")
         return self
 
 

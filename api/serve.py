@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import signal
 import socket
 import sys
 import time
@@ -265,7 +264,3 @@ async def _watch(server: Server, http: DrainingServer, address: str) -> int:
             eta = None if status.eta_s is None else round(status.eta_s, 1)
             log.info(status.detail or status.phase, phase=status.phase, eta_s=eta)
         await asyncio.sleep(0.1 if not ready else 1.0)
-
-
-# Named here so that tests can send what the server handles.
-DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.completions import prepare_chat
+from api.completions import prepare_chat, reserve
 from api.errors import json_response
 from api.prompt import Prompt
 from api.sampling import check_token_ids
@@ -26,7 +26,7 @@ from api.tokenizer import TextTokenizer
 async def tokenize(server: Server, request: Request) -> Response:
     model = server.ready_model()
     async with AsyncExitStack() as stack:
-        _reserve(server, request, stack)
+        reserve(server, request, stack)
         body, payload = await server.bodies.receive(request, TokenizeRequest)
         server.check_model_name(body.model)
         if body.messages is None:
@@ -65,7 +65,7 @@ async def tokenize(server: Server, request: Request) -> Response:
 async def detokenize(server: Server, request: Request) -> Response:
     model = server.ready_model()
     async with AsyncExitStack() as stack:
-        _reserve(server, request, stack)
+        reserve(server, request, stack)
         body, _ = await server.bodies.receive(request, DetokenizeRequest)
         server.check_model_name(body.model)
         check_token_ids(body.tokens, model.info.vocab_size, "tokens")
@@ -77,7 +77,7 @@ async def render(server: Server, request: Request) -> Response:
     """A chat request as the model would get it: ids, pieces, image spans."""
     model = server.ready_model()
     async with AsyncExitStack() as stack:
-        _reserve(server, request, stack)
+        reserve(server, request, stack)
         body, payload = await server.bodies.receive(request, ChatRequest)
         server.check_model_name(body.model)
         prepared = await prepare_chat(server, model, body, payload, request.state.tenant, stack)
@@ -103,14 +103,6 @@ async def render(server: Server, request: Request) -> Response:
             "position_delta": prompt.position_delta,
         }
     return json_response(answer)
-
-
-def _reserve(server: Server, request: Request, stack: AsyncExitStack) -> None:
-    declared = request.headers.get("content-length", "")
-    most = server.config.max_body_bytes
-    size = min(int(declared), most) if declared.isdecimal() else most
-    ticket = server.admission.open(request.state.tenant, size)
-    stack.callback(ticket.release)
 
 
 def _image(param: str, plan: Any) -> dict[str, Any]:

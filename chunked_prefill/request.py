@@ -26,8 +26,6 @@ class ImageSpan:
     """Content key of the image: equal keys mean equal rows."""
     row_offset: int = 0
     """First row, within the image's encoding, that this span takes."""
-    atomic: bool = False
-    """Whether the span attends bidirectionally and so must be computed in one chunk."""
 
     @property
     def end(self) -> int:
@@ -84,7 +82,6 @@ class Request:
     position_delta: int = 0
     """Generated token i of the sequence sits at position i + position_delta (all axes)."""
     tenant: str = ""
-    adapter: str = ""
     priority: int = 0
     """Smaller runs first; ties by arrival."""
     arrival_s: float = field(default=0.0, compare=False)

@@ -230,11 +230,13 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, tokens: int) -> None:
         for sequence in list(self._waiting):
-            if tokens <= 0 or not self._has_seat(sequence):
+            if tokens <= 0:
                 return
             if sequence.advanceable <= 0 or sequence in draft.preempted:
                 # What a victim's counters say of its images holds only until it lost its KV.
                 continue
+            if not self._has_seat(sequence):
+                return
             length = min(tokens, sequence.advanceable)
             if not self._fits(sequence) or not draft.try_add(sequence, length):
                 bypasses = self._bypasses.get(sequence.seq_id, 0) + 1
@@ -273,7 +275,6 @@ class _Draft:
         self.preempted: list[Sequence] = []
         self.out_of_memory = False
         """Whether a running sequence lacked KV; nobody is admitted in such a step."""
-        self.planned: set[int] = set()
         self._copies_of: dict[int, tuple[BlockCopy, ...]] = {}
 
     @property
@@ -290,14 +291,12 @@ class _Draft:
         self.chunks.append(ScheduledChunk(sequence, start, length))
         self.copies.extend(copies)
         self._copies_of[sequence.seq_id] = copies
-        self.planned.add(sequence.seq_id)
         return True
 
     def drop(self, sequence: Sequence) -> None:
         self.chunks = [c for c in self.chunks if c.sequence is not sequence]
         for copy in self._copies_of.pop(sequence.seq_id, ()):
             self.copies.remove(copy)
-        self.planned.discard(sequence.seq_id)
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:

@@ -19,7 +19,6 @@ class Sequence:
 
     __slots__ = (
         "choice",
-        "first_scheduled_s",
         "last_step",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -49,7 +48,6 @@ class Sequence:
         """Seats among the running sequences: those that it will fork into count from the start."""
         self.last_step = -1
         """Number of the last step in which this sequence advanced."""
-        self.first_scheduled_s: float | None = None
 
     def fork(self, seq_id: int, choice: int) -> Sequence:
         """Another sample of the same request, at the same place."""
@@ -58,7 +56,6 @@ class Sequence:
         child.num_ready_tokens = self.num_ready_tokens
         child.num_computed_tokens = self.num_computed_tokens
         child.num_cached_tokens = self.num_cached_tokens
-        child.first_scheduled_s = self.first_scheduled_s
         self.width -= 1
         return child
 

@@ -144,7 +144,10 @@ def build_engine(
     device = resolve_device(options)
     checkpoint = open_checkpoint(options.model)
     shape = vision_shape(checkpoint, options)
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, options.tokenizer)
+    if vision is None and options.threads is not None:
+        # With a neighbour, the share of the threads is settled before each step (process/).
+        torch.set_num_threads(options.threads)
     loaded = load_decoder(checkpoint, dtype=options.dtype, device=device, progress=report)
     if can_pack(loaded.decoder):
         pack(loaded.decoder)
@@ -191,16 +194,19 @@ def build_engine(
     return Engine(info, scheduler, runner, tokenizer, images, mrope=mrope)
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer beside the weights, or inside a GGUF file. Raises MissingFileError."""
-    if checkpoint.path.is_file():
-        from lm_engine.models.gguf_tokenizer import read_tokenizer
-
-        return read_tokenizer(checkpoint.path)
-    file = checkpoint.path / "tokenizer.json"
+def load_tokenizer(checkpoint: Checkpoint, override: str | None = None) -> Tokenizer:
+    """The tokenizer of the folder `override`, or the one beside the weights, or the one inside a
+    GGUF file: the API reads the same one. Raises MissingFileError or UnsupportedModelError."""
+    path = checkpoint.path
+    folder = Path(override).expanduser() if override else path.parent if path.is_file() else path
+    file = folder / "tokenizer.json"
     if file.exists():
         return Tokenizer.from_file(str(file))
-    return _converted_tokenizer(checkpoint.path)
+    if path.is_file() and not override:
+        from lm_engine.models.gguf_tokenizer import read_tokenizer
+
+        return read_tokenizer(path)
+    return _converted_tokenizer(folder)
 
 
 def _converted_tokenizer(folder: Path) -> Tokenizer:

@@ -2,7 +2,7 @@
 
 Owns: the values that go in (MediaItem) and the state that can be asked for (EngineStatus,
 EngineStats, ModelInfo), and the EngineClient Protocol that the API is written against.
-Does not own: transport and supervision (process.py), the loop (engine.py). Imports no torch.
+Does not own: transport and supervision (process/), the loop (engine.py). Imports no torch.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Advance:
 class TextState:
     """Text of one sample. `push` every generated token in order."""
 
-    __slots__ = ("_decoder", "_held", "_ids", "_longest", "_params", "_released", "_tokenizer")
+    __slots__ = ("_decoder", "_held", "_ids", "_longest", "_params", "_shown", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
@@ -38,8 +38,9 @@ class TextState:
         self._ids: list[int] = []
         self._held = ""
         """Decoded, not yet released: a stop string may begin in it."""
-        self._released = 0
-        """Characters released so far."""
+        self._shown = 0
+        """Ids whose text has been decoded, released or held; those after it are bytes of a
+        character that is not complete."""
         self._longest = max((len(s) for s in params.stop), default=0)
 
     @property
@@ -55,7 +56,7 @@ class TextState:
             return self._end("stop", token_id)
         if may_stop and not params.ignore_eos and token_id in eos_ids:
             return self._end("stop", None)
-        fresh = self._decoder.step(self._tokenizer, token_id) or ""
+        fresh = self._decode_last()
         self._held += fresh
         if may_stop and fresh and (hit := self._stop_hit(len(fresh))) is not None:
             return hit
@@ -65,12 +66,25 @@ class TextState:
 
     def _end(self, reason: FinishReason, stop_reason: int | None) -> Advance:
         """Releases everything, also bytes of a character that was never completed."""
-        end = self._ids
-        if reason == "stop":
-            end = end[:-1]
-        whole = self._tokenizer.decode(end, skip_special_tokens=True)
-        self._held = whole[self._released :]
+        end = len(self._ids) - (reason == "stop")
+        rest = self._ids[self._shown : end]
+        self._held += self._tokenizer.decode(rest, skip_special_tokens=True)
         return Advance(self._release(len(self._held)), reason, stop_reason)
+
+    def _decode_last(self) -> str:
+        """What the last id adds to the text; nothing while a character is incomplete."""
+        try:
+            fresh = self._decoder.step(self._tokenizer, self._ids[-1]) or ""
+        except Exception:
+            # With byte fallback, a character that is never completed changes how bytes before it
+            # read (`\n` and half an emoji are two unknown characters), and the stream refuses to
+            # go on. What was shown stays; the rest is decoded by itself.
+            rest = self._ids[self._shown :]
+            self._decoder = DecodeStream(ids=rest, skip_special_tokens=True)
+            fresh = self._tokenizer.decode(rest, skip_special_tokens=True)
+        if fresh:
+            self._shown = len(self._ids)
+        return fresh
 
     def _stop_hit(self, fresh: int) -> Advance | None:
         start = max(0, len(self._held) - fresh - self._longest + 1)
@@ -91,7 +105,6 @@ class TextState:
 
     def _release(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
-        self._released += len(text)
         return text
 
 

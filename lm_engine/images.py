@@ -13,6 +13,7 @@ it give back what they have not used: only the oldest is guaranteed to go on (DE
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -118,8 +119,7 @@ class ImageFeed:
                 failures.append(ImageFailure(sequence.request.request_id, error))
                 continue
             if outcome is Acquired.QUARANTINED:
-                error = RequestError("media", QUARANTINED)
-                failures.append(ImageFailure(sequence.request.request_id, error))
+                failures.append(self._quarantined(sequence))
             elif outcome is Acquired.FULL:
                 break
         for sequence in line:
@@ -130,6 +130,12 @@ class ImageFeed:
                 if media.ahead_tokens is None:
                     media.ahead_tokens = sequence.num_computed_tokens
         return failures
+
+    def _quarantined(self, sequence: Sequence) -> ImageFailure:
+        request_id = sequence.request.request_id
+        key = next(s.key for s in self._pending(sequence) if self.arena.is_quarantined(s.key))
+        param = self._media[request_id].items[key].param
+        return ImageFailure(request_id, RequestError("media", QUARANTINED, param))
 
     def _acquire(self, sequence: Sequence, place: int) -> Acquired:
         """Holds the sequence's remaining images in token order as far as there is room."""
@@ -222,7 +228,7 @@ class ImageFeed:
         self._jobs.discard(result.key)
         if result.error in (CANCELLED, BYTES_GONE):
             if self.arena.mark_cancelled(result.key, result.epoch):
-                self._resubmit(result.key)
+                return self._resubmit(result.key)
             return []
         if result.error is None:
             holders = self.arena.holders(result.key)
@@ -246,11 +252,17 @@ class ImageFeed:
             for request_id in self._requests_of(holders)
         ]
 
-    def _resubmit(self, key: bytes) -> None:
-        """A cancelled flight that somebody has joined in the meantime goes on with his bytes."""
-        for request_id in self._requests_of(self.arena.holders(key)):
-            self._submit(self._media[request_id].items[key], (0, 0))
-            return
+    def _resubmit(self, key: bytes) -> list[ImageFailure]:
+        """A flight that ended untried goes on with the bytes of a holder that still has them."""
+        requests = self._requests_of(self.arena.holders(key))
+        for request_id in requests:
+            item = self._media[request_id].items[key]
+            if item.data is not None or (item.path is not None and os.path.exists(item.path)):
+                self._submit(item, (0, 0))
+                return []
+        self.arena.mark_failed(key, self.arena.epoch)
+        error = RequestError("internal", BYTES_GONE)
+        return [ImageFailure(request_id, error) for request_id in requests]
 
     def _requests_of(self, holders: Iterable[object]) -> list[str]:
         """Requests, in the order in which they came, that have one of these sequences."""
@@ -295,5 +307,5 @@ class ImageFeed:
                     error = RequestError("media", QUARANTINED, param)
                     failures.append(ImageFailure(request_id, error))
             else:
-                self._resubmit(key)
+                failures += self._resubmit(key)
         return failures

@@ -237,7 +237,7 @@ class _Bar(Protocol):
 
 @contextmanager
 def _bar(total: int, wanted: bool) -> Iterator[_Bar | None]:
-    """tqdm comes with huggingface-hub; `disable=None` shows nothing unless on a terminal."""
+    """`disable=None` shows nothing unless on a terminal."""
     if not wanted:
         yield None
         return

@@ -1,7 +1,7 @@
 """What the operator chose for the language and vision stages.
 
 Owns: EngineOptions, frozen. Does not own: where a value came from (api/config.py), or what
-"auto" resolves to (engine.py, which reports it in ModelInfo). Imports no torch.
+"auto" resolves to (assembly.py, which reports it in ModelInfo). Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 class EngineOptions:
     model: str
     """A Hugging Face folder, a GGUF file, or a hub id."""
+    tokenizer: str | None = None
+    """A folder with the tokenizer; None: the model's own, or the one beside or in a GGUF file."""
     served_name: str | None = None
     dtype: str = "auto"
     """auto, float32, bfloat16 or float16; auto is the checkpoint's own on CUDA, float32 on CPU."""
@@ -29,4 +31,5 @@ class EngineOptions:
     threads: int | None = None
     """Torch threads of a stage that works alone; None takes all cores that this process may use."""
     vision_process: bool = True
-    """Whether the vision stage has a process of its own (the default topology)."""
+    """Whether the vision stage of a served model has a process of its own (the default topology);
+    an Engine used directly always has it in its own process."""

@@ -1,7 +1,7 @@
 """What the engine says about a request: deltas, usage, timing, failure.
 
 Owns: the values that cross from the language stage to whoever asked (in-process caller or
-API process). Does not own: HTTP shapes (api/) or how they travel (process.py).
+API process). Does not own: HTTP shapes (api/) or how they travel (process/).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from vision_encoder.plan import (
     Step,
     Tile,
 )
-from vision_encoder.planning import check_limit, fingerprint, numbered, unsatisfiable
+from vision_encoder.planning import PlansEachAlone, check_limit, fingerprint, unsatisfiable
 from vision_encoder.processor_config import (
     IMAGENET_HALF,
     LANCZOS,
@@ -40,7 +40,7 @@ _FAKE = "<fake_token_around_image>"
 _GLOBAL = "<global-img>"
 
 
-class Idefics3Planner:
+class Idefics3Planner(PlansEachAlone):
     """Plans for `idefics3` and `smolvlm` checkpoints; see plan.ImagePlanner."""
 
     placeholder = "<image>"
@@ -76,14 +76,6 @@ class Idefics3Planner:
     @property
     def floor_pixels(self) -> int:
         return self._tile**2
-
-    def plan(
-        self, sizes: list[tuple[int, int]], limits: list[ResolutionLimit] | None = None
-    ) -> list[ImagePlan]:
-        return [
-            self._plan_one(index, width, height, limit)
-            for index, width, height, limit in numbered(sizes, limits)
-        ]
 
     def _plan_one(self, index: int, width: int, height: int, limit: ResolutionLimit) -> ImagePlan:
         steps, rows, cols = self._fit(index, width, height, limit)

@@ -26,6 +26,7 @@ from vision_encoder.plan import (
     Tile,
 )
 from vision_encoder.planning import (
+    PlansEachAlone,
     check_aspect,
     check_limit,
     fingerprint,
@@ -49,7 +50,7 @@ _SHRINK_ABOVE = 1.1
 """Feature maps up to this much (per edge) above the allowance are left alone."""
 
 
-class LlavaPlanner:
+class LlavaPlanner(PlansEachAlone):
     """Plans for `llava` checkpoints with a CLIP or SigLIP tower; see plan.ImagePlanner."""
 
     placeholder = "<image>"
@@ -78,14 +79,6 @@ class LlavaPlanner:
     @property
     def floor_pixels(self) -> int:
         return self._edge**2
-
-    def plan(
-        self, sizes: list[tuple[int, int]], limits: list[ResolutionLimit] | None = None
-    ) -> list[ImagePlan]:
-        return [
-            self._plan_one(index, width, height, limit)
-            for index, width, height, limit in numbered(sizes, limits)
-        ]
 
     def _plan_one(self, index: int, width: int, height: int, limit: ResolutionLimit) -> ImagePlan:
         check_aspect(index, width, height)

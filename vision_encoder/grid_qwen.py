@@ -17,10 +17,10 @@ from typing import Any
 
 from vision_encoder.plan import ImagePlan, PixelConfig, PlanError, ResolutionLimit, Step, Tile
 from vision_encoder.planning import (
+    PlansEachAlone,
     check_aspect,
     check_limit,
     fingerprint,
-    numbered,
     unsatisfiable,
 )
 from vision_encoder.processor_config import (
@@ -36,7 +36,7 @@ _DEFAULT_MAX_PIXELS = 28 * 28 * 1280
 _DEFAULT_PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
 
 
-class QwenPlanner:
+class QwenPlanner(PlansEachAlone):
     """Plans for `qwen2_vl`, `qwen2_5_vl` and `qwen3_vl` checkpoints; see plan.ImagePlanner."""
 
     placeholder = "<|image_pad|>"
@@ -63,14 +63,6 @@ class QwenPlanner:
     @property
     def floor_pixels(self) -> int:
         return self._factor**2
-
-    def plan(
-        self, sizes: list[tuple[int, int]], limits: list[ResolutionLimit] | None = None
-    ) -> list[ImagePlan]:
-        return [
-            self._plan_one(index, width, height, limit)
-            for index, width, height, limit in numbered(sizes, limits)
-        ]
 
     def _plan_one(self, index: int, width: int, height: int, limit: ResolutionLimit) -> ImagePlan:
         size = self._fit(index, width, height, limit)

@@ -1,7 +1,7 @@
 """What the language stage and the vision stage say to each other.
 
 Owns: EncodeJob, EncodeResult and the VisionLink Protocol. Does not own: the work (stage.py), the
-rows (embedding_arena.py) or the transport (lm_engine/process.py). Imports no torch.
+rows (embedding_arena.py) or the transport (lm_engine/process/). Imports no torch.
 """
 
 from __future__ import annotations

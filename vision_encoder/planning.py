@@ -1,6 +1,7 @@
 """What the families' planners share: numbering, limits, fingerprints.
 
-Owns: the checks that every planner makes of sizes and limits, and their error texts.
+Owns: the checks that every planner makes of sizes and limits, their error texts, and `plan` of the
+families that plan each image alone.
 Does not own: any family's arithmetic (grid_*.py). Imports no torch.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 
 from vision_encoder.plan import (
     AnyresLayout,
+    ImagePlan,
     PixelConfig,
     PlanError,
     ResolutionLimit,
@@ -32,6 +34,21 @@ def numbered(
         if width < 1 or height < 1:
             raise PlanError(index, f"the image has {width} x {height} pixels; it is empty")
         yield index, width, height, limits[index] if limits else ResolutionLimit()
+
+
+class PlansEachAlone:
+    """`plan` of a family whose images do not depend on how many come along."""
+
+    def plan(
+        self, sizes: list[tuple[int, int]], limits: list[ResolutionLimit] | None = None
+    ) -> list[ImagePlan]:
+        return [
+            self._plan_one(index, width, height, limit)
+            for index, width, height, limit in numbered(sizes, limits)
+        ]
+
+    def _plan_one(self, index: int, width: int, height: int, limit: ResolutionLimit) -> ImagePlan:
+        raise NotImplementedError
 
 
 def check_limit(index: int, limit: ResolutionLimit, floor: int, floor_name: str) -> None:

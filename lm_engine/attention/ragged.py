@@ -95,10 +95,6 @@ class RaggedRows:
         self._scores = torch.zeros(position)
         self._pattern = _csr(starts, self._columns, self._scores, total_slots)
 
-    @property
-    def num_entries(self) -> int:
-        return self._scores.shape[0]
-
     def attend(
         self, layer: int, q: torch.Tensor, cache: KVCache, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -56,16 +56,6 @@ def read_tokenizer(path: Path) -> Tokenizer:
         file.close()
 
 
-def read_chat_template(path: Path) -> str | None:
-    """The Jinja chat template stored in the file, if any."""
-    file = GGUFFile(path)
-    try:
-        found = file.metadata.get("tokenizer.chat_template")
-    finally:
-        file.close()
-    return None if found is None else str(found)
-
-
 def write_tokenizer(path: Path, folder: Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json (special tokens, chat template), from which
     transformers' AutoTokenizer reads the same tokenizer."""

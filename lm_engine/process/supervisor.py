@@ -262,10 +262,10 @@ class Supervisor:
             self._send_link("vision", to_language, ())
         self._start_language(plan, link)
 
-    def _restart_vision(self, plan: Plan) -> None:
+    def _restart_vision(self, plan: Plan, suspects: tuple[bytes, ...]) -> None:
         to_vision, to_language = stream_pair()
         self._fork("vision", run_vision, plan, to_language, self._region)
-        self._send_link("language", to_vision, self._board.suspects())
+        self._send_link("language", to_vision, suspects)
         self._report(self._phase)
 
     def _send_link(self, to: str, sock: socket.socket, suspects: tuple[bytes, ...]) -> None:
@@ -323,7 +323,8 @@ class Supervisor:
         elif stage.name == "language":
             self._restart_language(self._plan)
         else:
-            self._restart_vision(self._plan)
+            # One that died while loading had no image in hand: the note is its predecessor's.
+            self._restart_vision(self._plan, self._board.suspects() if stage.ready else ())
 
     def _watch(self, now: float) -> None:
         """Kills what is stopped or stuck; `_reap` then sees it dead."""

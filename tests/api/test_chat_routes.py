@@ -464,7 +464,12 @@ async def test_tokenize_and_detokenize(client: ClientFactory) -> None:
     assert back == {"prompt": "the cat"}
     chat = (await http.post("/tokenize", json=HI)).json()
     assert chat["tokens"] == (await http.post("/v1/render", json=HI)).json()["token_ids"]
-    for body in ({}, {"prompt": "a", **HI}, {"prompt": "a", "what": 1}):
+    without_effect: list[dict[str, Any]] = [
+        {"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}},
+        {"prompt": "a", "mm_processor_kwargs": {"max_pixels": 9}},
+        {**HI, "add_special_tokens": True},
+    ]
+    for body in ({}, {"prompt": "a", **HI}, {"prompt": "a", "what": 1}, *without_effect):
         assert (await http.post("/tokenize", json=body)).status_code == 400
     for tokens in ([384], [-1], ["a"], None):
         response = await http.post("/detokenize", json={"tokens": tokens})
@@ -496,3 +501,12 @@ async def test_answers_fit_the_openai_description(
     whole = (await http.post(TEXT, json=text)).json()
     assert openai_schema.faults(whole, "CreateCompletionResponse") == []
     assert openai_schema.faults((await http.get("/v1/models")).json(), "ListModelsResponse") == []
+
+
+async def test_log_probabilities_are_bounded_over_all_prompts(client: ClientFactory) -> None:
+    http = await client(FakeEngine())
+    one = {"prompt": "x", "n": 8, "max_tokens": 1000, "logprobs": 20}
+    assert (await http.post(TEXT, json=one)).status_code == 200
+    response = await http.post(TEXT, json={**one, "prompt": ["x"] * 64})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "logprobs"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from api.frontend import load_frontend
-from api.model_folder import ModelFolderError
+from api.model_folder import ModelFolderError, resolve_model
 from api.prompt import Turn
 
 
@@ -40,3 +40,12 @@ def test_a_file_without_a_tokenizer_says_what_to_pass(
     broken.write_bytes(b"GGUF" + bytes(60))
     with pytest.raises(ModelFolderError, match="--tokenizer FOLDER"):
         load_frontend(broken, tokenizer=None, template=None)
+
+
+def test_a_folder_means_its_only_gguf_file(tmp_path: Path) -> None:
+    one = tmp_path / "one.gguf"
+    one.touch()
+    assert resolve_model(str(tmp_path)) == one
+    (tmp_path / "two.gguf").touch()
+    with pytest.raises(ModelFolderError, match=r"one\.gguf, two\.gguf"):
+        resolve_model(str(tmp_path))

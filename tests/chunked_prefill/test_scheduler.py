@@ -191,3 +191,13 @@ def test_preempted_work_is_computed_again_from_the_start() -> None:
     computed = sum(plan.num_tokens for plan in driver.plans)
     assert computed > 6 * 44
     assert all(s.num_output_tokens == 40 for s in driver.finished)
+
+
+def test_a_head_that_waits_for_its_image_keeps_no_seat_from_others() -> None:
+    driver = Driver(seats=3)
+    driver.add(3, 20)
+    driver.step()
+    wide = driver.add(3, 4, n=3)
+    wide.num_ready_tokens = 0
+    small = driver.add(3, 4)
+    assert small in {chunk.sequence for chunk in driver.step().chunks}

@@ -131,3 +131,37 @@ def test_bytes_of_tokens(tokenizer: Tokenizer) -> None:
     wanted = "caf\u00e9 \u20ac\n"
     assert b"".join(table[i] for i in ids_of(tokenizer, wanted)) == wanted.encode()
     assert table[EOS] == b"<end>"
+
+
+@pytest.fixture(scope="module")
+def fallback() -> Tokenizer:
+    """Llama 2's kind: bytes for what the vocabulary does not spell, spaces as U+2581."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581a", "b"]
+    vocab = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+def test_a_broken_character_after_a_byte_that_was_shown(fallback: Tokenizer) -> None:
+    """`\n` is a byte there; half an emoji after it changes how the decoder reads both."""
+    ids = [1 + byte for byte in (0x0A, 0xF0, 0x9F)]
+    text, deltas, last = play(fallback, [*ids, 257, 258], max_tokens=5)
+    assert deltas[0] == "\n"
+    assert text == "\n\ufffd\ufffd ab"
+    assert last.finish_reason == "length"
+    text, _, _ = play(fallback, ids, max_tokens=3)
+    assert text == "\n\ufffd\ufffd"
+
+
+@given(st.lists(st.integers(0, 258), min_size=1, max_size=40))
+def test_no_ids_are_beyond_the_decoder(fallback: Tokenizer, ids: list[int]) -> None:
+    _, _, last = play(fallback, ids, max_tokens=len(ids), ignore_eos=True)
+    assert last.finish_reason == "length"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.lm_engine.harness import (
     Result,
     assert_same_answer,
     assert_same_distribution,
+    check_idle,
     evict_rows,
     greedy,
     picture,
@@ -398,3 +400,32 @@ def test_media_are_reported_as_checked_once(llava: Lab, engine: Engine) -> None:
     assert cold.media_checked == cached.media_checked == 1
     assert cold.usage is not None
     assert cold.usage.image_tokens == 2 * ROWS
+
+
+def test_an_image_whose_file_is_gone_fails_its_request(
+    llava: Lab, engine: Engine, canary: Canary, tmp_path: Path
+) -> None:
+    prompt = llava.prompt("a ", picture(48, 48, 3), "?")
+    (item,) = prompt.media
+    gone = replace(prompt, media=(replace(item, data=None, path=str(tmp_path / "gone")),))
+    (result,) = run(engine, {"gone": (gone, greedy(2))}).values()
+    assert result.error is not None
+    assert result.error.kind == "internal"
+    check_idle(engine)
+    canary.check()
+
+
+def test_an_image_of_repeated_crashes_is_refused_by_name(
+    llava: Lab, engine: Engine, canary: Canary
+) -> None:
+    prompt = llava.prompt("a ", picture(48, 48, 3), "?")
+    assert engine.add(prompt.request("one", greedy(2)), prompt.media) == []
+    engine.step()
+    assert engine.vision_restarted() == []
+    (at_crash,) = engine.vision_restarted()
+    (later,) = run(engine, {"two": (prompt, greedy(2))}).values()
+    for error in (at_crash.error, later.error):
+        assert error is not None
+        assert (error.kind, error.param) == ("media", prompt.media[0].param)
+    check_idle(engine)
+    canary.check()

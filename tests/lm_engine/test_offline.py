@@ -6,12 +6,16 @@ import io
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import Tokenizer
 
 from chunked_prefill.request import SamplingParams
 from lm_engine.engine import Engine
 from lm_engine.offline import Prompt, RequestFailedError
+from lm_engine.options import EngineOptions
 from tests.lm_engine.harness import Lab, check_idle, greedy, picture, run_one
 
 Labs = Callable[[str], Lab]
@@ -112,3 +116,26 @@ def test_the_bar_is_for_terminals(
     engine.generate(["ten", "cats"], greedy(2), progress=True)
     assert ("2/2" in stream.getvalue()) == shown
     assert ("tokens/s" in stream.getvalue()) == shown
+
+
+def test_options_reach_an_engine_used_directly(lab: Labs, tmp_path: Path) -> None:
+    """The tokenizer of another folder decides texts, and the thread count is set."""
+    folder = lab("llava").folder
+    other = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    other.add_tokens(["<added>"])
+    other.save(str(tmp_path / "tokenizer.json"))
+    before = torch.get_num_threads()
+    try:
+        engine = Engine.load(
+            EngineOptions(
+                str(folder),
+                tokenizer=str(tmp_path),
+                device="cpu",
+                threads=before + 1,
+                kv_memory_bytes=1 << 20,
+            )
+        )
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+    assert engine.tokenizer.token_to_id("<added>") is not None

@@ -68,7 +68,7 @@ REQUEST = Request(
     "name",
     (1, 2, 3),
     SAMPLING,
-    image_spans=(ImageSpan(1, 2, KEY, 3, True),),
+    image_spans=(ImageSpan(1, 2, KEY, 3),),
     positions=((0, 1, 2), (0, 1, 1), (0, 2, 2)),
     position_delta=-4,
     tenant="t",
