@@ -3,7 +3,7 @@
 Owns: the workloads, their interleaving and the table of ratios. Does not own: how a server starts
 (servers.py) or how a stream is read (client.py).
 
-All servers run at once and idle while another is measured; rounds go through the servers in turn,
+All servers run at once; while one is measured the others are stopped (SIGSTOP). Rounds go through the servers in turn,
 so that a slow minute of a shared machine hits all of them. A figure is the median over rounds; the
 table gives each peer's figure and ours divided by it.
 
@@ -139,6 +139,8 @@ def measure(args: argparse.Namespace, chosen: list[Server]) -> dict[str, dict[st
                     end=" ",
                     flush=True,
                 )
+                for other in chosen:
+                    other.pause(other is not server)
                 try:
                     result = WORKLOADS[name](server, 17 + round_number)
                 except (RuntimeError, OSError) as fault:

@@ -65,6 +65,7 @@ class Server:
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError):
+            self.pause(False)
             os.killpg(self.process.pid, signal.SIGTERM)
         try:
             self.process.wait(15)
@@ -72,6 +73,15 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(5)
         self.process = None
+
+    def pause(self, paused: bool) -> None:
+        """Stops or continues a server's processes: some spin while they are idle. Ours do not, and
+        its supervisor would take a stop for a fault."""
+        if self.process is None or self.name == "longlens":
+            return
+        for pid in family(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP if paused else signal.SIGCONT)
 
     def memory_bytes(self) -> int:
         """Proportional set size of the server's processes together."""

@@ -6,6 +6,8 @@ the context), and the order in which parts are built. Does not own: any part.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,6 +153,7 @@ def build_engine(
     loaded = load_decoder(checkpoint, dtype=options.dtype, device=device, progress=report)
     if can_pack(loaded.decoder):
         pack(loaded.decoder)
+        _return_freed_memory()
     config = loaded.config
     layout = KVLayout(
         num_layers=config.num_layers,
@@ -192,6 +195,13 @@ def build_engine(
     scheduler = Scheduler(kv, TokenBudget(options.max_num_batched_tokens), options.max_num_seqs)
     mrope = config.rope.axes is not None
     return Engine(info, scheduler, runner, tokenizer, images, mrope=mrope)
+
+
+def _return_freed_memory() -> None:
+    """Packing frees every weight once; glibc keeps most of it (220 MB of a 135M model) unless asked.
+    Other C libraries have no such call."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def load_tokenizer(checkpoint: Checkpoint, override: str | None = None) -> Tokenizer:
