@@ -3,9 +3,9 @@
 Owns: the workloads, their interleaving and the table of ratios. Does not own: how a server starts
 (servers.py) or how a stream is read (client.py).
 
-All servers run at once; while one is measured the others are stopped (SIGSTOP). Rounds go through the servers in turn,
-so that a slow minute of a shared machine hits all of them. A figure is the median over rounds; the
-table gives each peer's figure and ours divided by it.
+All servers run at once; while one is measured the others are stopped (SIGSTOP). Rounds go through
+the servers in turn, so that a slow minute of a shared machine hits all of them. A figure is the
+median over rounds; the table gives each peer's figure and ours divided by it.
 
 python -m benchmarks.peers --model FOLDER [--vllm-python P] [--llama-python P --gguf FILE] ...
 """

@@ -79,7 +79,7 @@ class Server:
         its supervisor would take a stop for a fault."""
         if self.process is None or self.name == "longlens":
             return
-        for pid in family(self.process.pid):
+        for pid in family(self):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP if paused else signal.SIGCONT)
 

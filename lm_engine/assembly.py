@@ -28,9 +28,10 @@ from lm_engine.engine import Engine
 from lm_engine.images import ImageFeed
 from lm_engine.models.checkpoint import Checkpoint, available_bytes, open_checkpoint
 from lm_engine.models.config import DecoderConfig
+from lm_engine.models.decoder import Decoder
 from lm_engine.models.errors import LoadError, MissingFileError, OutOfMemoryError
 from lm_engine.models.loader import LoadProgress, load_decoder
-from lm_engine.models.packed_linear import can_pack, pack
+from lm_engine.models.packed_linear import MLP_LINEARS, can_pack, pack
 from lm_engine.options import EngineOptions
 from lm_engine.runner import Runner
 from vision_encoder.config import VisionConfig
@@ -49,6 +50,8 @@ _CPU_KV_SHARE = 0.25
 cost, and the rest stays for weights that are still to be read and for other processes."""
 _CUDA_KV_SHARE = 0.9
 _MIN_CONTEXT = 256
+_ROOM_FOR_COPIES = 4
+"""Free memory, in weights' sizes, from which the CPU keeps second copies that speed decoding up."""
 
 
 class ContextTooLongError(LoadError):
@@ -152,7 +155,9 @@ def build_engine(
         torch.set_num_threads(options.threads)
     loaded = load_decoder(checkpoint, dtype=options.dtype, device=device, progress=report)
     if can_pack(loaded.decoder):
-        pack(loaded.decoder)
+        spare = available_bytes(device)
+        roomy = spare is None or spare > _ROOM_FOR_COPIES * _bytes_of(loaded.decoder)
+        pack(loaded.decoder, keep_plain=MLP_LINEARS if roomy else frozenset())
         _return_freed_memory()
     config = loaded.config
     layout = KVLayout(
@@ -197,9 +202,13 @@ def build_engine(
     return Engine(info, scheduler, runner, tokenizer, images, mrope=mrope)
 
 
+def _bytes_of(decoder: Decoder) -> int:
+    return sum(parameter.nbytes for parameter in decoder.parameters())
+
+
 def _return_freed_memory() -> None:
-    """Packing frees every weight once; glibc keeps most of it (220 MB of a 135M model) unless asked.
-    Other C libraries have no such call."""
+    """Packing frees every weight once; glibc keeps much of it (220 MB of a 135M model) unless asked
+    not to. Other C libraries have no such call."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
