@@ -6,6 +6,8 @@ Does not own: which blocks are free or shared (block_pool.py), the host tier, or
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,7 +61,7 @@ class KVCache:
             shape, order = (layout.num_layers, 2, heads, slots, dim), (0, 1, 2, 3, 4)
         else:
             shape, order = (layout.num_layers, 2, slots, heads, dim), (0, 1, 3, 2, 4)
-        self.storage = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.storage = _allocate(shape, self.dtype, self.device)
         """The tensor itself, in its memory order."""
         self._by_head = self.storage.permute(order)
         halves = [pair.unbind(0) for pair in self._by_head.unbind(0)]
@@ -149,6 +151,18 @@ class KVCache:
         size = self.layout.block_size
         for block in blocks:
             self._by_head[:, :, :, block * size : (block + 1) * size].fill_(float("nan"))
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for the storage; on the CPU straight from the kernel in small pages. From malloc it
+    might come in huge ones, and each layer and head that a short sequence touches would take 2 MiB.
+    """
+    if device.type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    count = math.prod(shape)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 def _plan_write(slots: torch.Tensor) -> _WritePlan:
