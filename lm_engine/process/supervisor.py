@@ -251,8 +251,10 @@ class Supervisor:
     def _start_language(self, plan: Plan, link: socket.socket | None) -> None:
         ours, theirs = stream_pair()
         self._fork("language", run_language, plan, theirs, link, self._region)
-        self._client.send(Channel(self._epoch), ours)
+        # In this order: with the channel first, the client would have a fresh heartbeat, a channel
+        # and the last epoch's "ready" for a moment, and /health would lie.
         self._report("loading", "weights")
+        self._client.send(Channel(self._epoch), ours)
 
     def _restart_language(self, plan: Plan) -> None:
         self._epoch += 1
