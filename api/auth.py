@@ -24,7 +24,10 @@ def read_keys(path: Path) -> dict[str, str]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise KeyFileError(f"--api-key-file: {path} cannot be read: {reason}.") from error
+    except UnicodeDecodeError as error:
         raise KeyFileError(f"--api-key-file: {path} cannot be read as UTF-8 text.") from error
     keys: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):

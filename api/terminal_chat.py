@@ -78,7 +78,8 @@ class Conversation:
 
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
-        address = f"{self.url.rstrip('/')}/v1/chat/completions"
+        base = self.url if "://" in self.url else f"http://{self.url}"
+        address = f"{base.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
         try:
             with httpx.stream(
                 "POST",

@@ -29,7 +29,12 @@ from lm_engine.images import ImageFeed
 from lm_engine.models.checkpoint import Checkpoint, available_bytes, open_checkpoint
 from lm_engine.models.config import DecoderConfig
 from lm_engine.models.decoder import Decoder
-from lm_engine.models.errors import LoadError, MissingFileError, OutOfMemoryError
+from lm_engine.models.errors import (
+    LoadError,
+    MissingFileError,
+    OutOfMemoryError,
+    UnsupportedModelError,
+)
 from lm_engine.models.loader import LoadProgress, load_decoder
 from lm_engine.models.packed_linear import MLP_LINEARS, can_pack, pack
 from lm_engine.options import EngineOptions
@@ -70,6 +75,11 @@ class VisionShape:
 
 
 def resolve_device(options: EngineOptions) -> torch.device:
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UnsupportedModelError(
+            f"--device {options.device}: torch {torch.__version__} finds no CUDA device here. Use "
+            "--device cpu, or install a driver and a CUDA build of torch."
+        )
     if options.device != "auto":
         return torch.device(options.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -143,7 +153,7 @@ def build_engine(
     """
 
     def report(state: LoadProgress) -> None:
-        if progress is not None:
+        if progress is not None and state.phase != "ready":
             progress(state.phase, state.done_bytes, state.total_bytes, state.eta_s)
 
     device = resolve_device(options)
@@ -269,11 +279,15 @@ def _size_context(
     held = blocks * layout.block_size
     need = options.max_model_len or min(wanted, _MIN_CONTEXT)
     if held < need:
+        need_bytes = -(-need // layout.block_size) * layout.bytes_per_block
+        shorter = f", or --max-model-len {held}" if held else ""
         raise OutOfMemoryError(
-            -(-need // layout.block_size) * layout.bytes_per_block,
+            need_bytes,
             budget,
             str(device),
-            f"The KV of one context of {need} tokens does not fit; use --max-model-len "
-            f"{max(held, layout.block_size)}, or a larger --kv-cache-memory-bytes.",
+            f"Use --kv-cache-memory-bytes {need_bytes} or more{shorter}.",
+            what=f"the KV of one context of {need} tokens, the least that is worth serving, needs"
+            if options.max_model_len is None
+            else f"the KV of --max-model-len {need} needs",
         )
     return blocks, min(wanted, held)

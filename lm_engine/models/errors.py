@@ -87,12 +87,18 @@ class WeightMismatchError(LoadError):
 
 
 class OutOfMemoryError(LoadError):
-    """The weights need more memory than the device has free."""
+    """The weights, or `what` else, need more memory than the device has free."""
 
-    def __init__(self, need_bytes: int, available_bytes: int, device: str, remedy: str) -> None:
+    def __init__(
+        self,
+        need_bytes: int,
+        available_bytes: int,
+        device: str,
+        remedy: str,
+        what: str = "the weights need",
+    ) -> None:
         super().__init__(
-            f"the weights need {need_bytes:,} bytes on {device}, {available_bytes:,} are "
-            f"available. {remedy}"
+            f"{what} {need_bytes:,} bytes on {device}, {available_bytes:,} are available. {remedy}"
         )
         self.need_bytes = need_bytes
         self.available_bytes = available_bytes
