@@ -26,7 +26,9 @@ from lm_engine.attention.cpu import CpuAttention
 from lm_engine.attention.dense import plan_rows
 from lm_engine.attention.ragged import RaggedRows
 from lm_engine.models.linear import Linear
+from lm_engine.models.native_layers import NativeKernels, NativeLinear
 from lm_engine.models.packed_linear import PackedLinear, PlainLinear
+from lm_engine.native import library
 
 WIDTH, INNER, VOCABULARY = 576, 1536, 49_152
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
@@ -63,7 +65,9 @@ def random_linear(inputs: int, outputs: int) -> Linear:
     return linear
 
 
-def apply(modules: Sequence[Linear | PackedLinear], x: dict[int, torch.Tensor]) -> None:
+def apply(
+    modules: Sequence[Linear | PackedLinear | NativeLinear], x: dict[int, torch.Tensor]
+) -> None:
     for module in modules:
         module(x[module.in_features])
 
@@ -77,14 +81,15 @@ def linears(rounds: int) -> None:
         (INNER, WIDTH),
     ]
     plain = [random_linear(*shape) for _ in range(LAYERS) for shape in shapes]
-    packed = [PackedLinear(linear, keep_plain=False) for linear in plain]
-    both = [PackedLinear(linear, keep_plain=True) for linear in plain]
+    packed = [PackedLinear(linear) for linear in plain]
+    kernels = NativeKernels(library.load())
+    native = [NativeLinear(linear, kernels) for linear in plain]
     for rows in (1, 2, 4, 8, 16, 64, 512):
         x = {size: torch.randn(rows, size) for size in (WIDTH, INNER)}
         contestants: Contestants = {
             "F.linear": partial(apply, plain, x),
             "packed": partial(apply, packed, x),
-            "packed+plain": partial(apply, both, x),
+            "native": partial(apply, native, x),
             "(reading weights)": lambda: [m.weight.sum() for m in plain],
         }
         report(f"  M = {rows}", contestants, min(rounds, 3) if rows > 64 else rounds, LAYERS)
@@ -94,7 +99,7 @@ def head(rounds: int) -> None:
     print("Tied output head, against F.linear")
     plain = random_linear(WIDTH, VOCABULARY)
     ours = PlainLinear(plain.weight, None)
-    packed = PackedLinear(plain, keep_plain=False)
+    packed = PackedLinear(plain)
     for rows in (1, 2, 4, 8, 16, 64):
         x = torch.randn(rows, WIDTH)
         contestants: Contestants = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from chunked_prefill.scheduler import Scheduler
 from kv_offload.kv_cache import KVCache
 from kv_offload.kv_manager import KVManager
 from kv_offload.layout import KVLayout
+from lm_engine.attention.native import NativeWriter
 from lm_engine.attention.select import select
 from lm_engine.client import ModelInfo
 from lm_engine.engine import Engine
@@ -36,7 +38,10 @@ from lm_engine.models.errors import (
     UnsupportedModelError,
 )
 from lm_engine.models.loader import LoadProgress, load_decoder
-from lm_engine.models.packed_linear import MLP_LINEARS, can_pack, pack
+from lm_engine.models.native_layers import can_nativize, nativize
+from lm_engine.models.packed_linear import can_pack, pack
+from lm_engine.native.library import NativeUnavailableError
+from lm_engine.native.library import load as load_kernels
 from lm_engine.options import EngineOptions
 from lm_engine.runner import Runner
 from vision_encoder.config import VisionConfig
@@ -45,6 +50,8 @@ from vision_encoder.embedding_storage import allocate_storage
 from vision_encoder.grid import planner, read_processor_files
 from vision_encoder.link import VisionLink
 from vision_encoder.stage_loading import load_stage
+
+_log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float, float, float | None], None]
 """progress(phase, done, total, eta_s); done and total in bytes, 0 while unknown."""
@@ -55,8 +62,6 @@ _CPU_KV_SHARE = 0.25
 cost, and the rest stays for weights that are still to be read and for other processes."""
 _CUDA_KV_SHARE = 0.9
 _MIN_CONTEXT = 256
-_ROOM_FOR_COPIES = 4
-"""Free memory, in weights' sizes, from which the CPU keeps second copies that speed decoding up."""
 
 
 class ContextTooLongError(LoadError):
@@ -164,11 +169,8 @@ def build_engine(
         # With a neighbour, the share of the threads is settled before each step (process/).
         torch.set_num_threads(options.threads)
     loaded = load_decoder(checkpoint, dtype=options.dtype, device=device, progress=report)
-    if can_pack(loaded.decoder):
-        spare = available_bytes(device)
-        roomy = spare is None or spare > _ROOM_FOR_COPIES * _bytes_of(loaded.decoder)
-        pack(loaded.decoder, keep_plain=MLP_LINEARS if roomy else frozenset())
-        _return_freed_memory()
+    kernels = _kernels(loaded.decoder)
+    _lay_out(loaded.decoder, kernels)
     config = loaded.config
     layout = KVLayout(
         num_layers=config.num_layers,
@@ -205,15 +207,34 @@ def build_engine(
         device=str(device),
     )
     runner = Runner(
-        loaded.decoder, KVCache(layout, num_blocks, device), select(device), embeddings=storage
+        loaded.decoder,
+        KVCache(layout, num_blocks, device, None if kernels is None else NativeWriter(kernels)),
+        select(device, dtype=loaded.decoder.dtype, head_dim=layout.head_dim, library=kernels),
+        embeddings=storage,
     )
     scheduler = Scheduler(kv, TokenBudget(options.max_num_batched_tokens), options.max_num_seqs)
     mrope = config.rope.axes is not None
     return Engine(info, scheduler, runner, tokenizer, images, mrope=mrope)
 
 
-def _bytes_of(decoder: Decoder) -> int:
-    return sum(parameter.nbytes for parameter in decoder.parameters())
+def _kernels(decoder: Decoder) -> ctypes.CDLL | None:
+    """The native library, where this decoder can use it and it can be had."""
+    if not can_nativize(decoder):
+        return None
+    try:
+        return load_kernels()
+    except NativeUnavailableError as error:
+        _log.warning("Slower kernels are used: %s", error)
+        return None
+
+
+def _lay_out(decoder: Decoder, kernels: ctypes.CDLL | None) -> None:
+    """Puts the weights into the order of the fastest kernels for them here."""
+    if kernels is not None:
+        nativize(decoder, kernels)
+    elif can_pack(decoder):
+        pack(decoder)
+    _return_freed_memory()
 
 
 def _return_freed_memory() -> None:

@@ -68,7 +68,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.images = images
         self._mrope = mrope
-        self._device = runner.decoder.embedding.weight.device
+        self._device = runner.decoder.device
         self._eos = frozenset(info.eos_token_ids)
         self._token_bytes = token_bytes_table(tokenizer)
         self._live: dict[str, LiveRequest] = {}

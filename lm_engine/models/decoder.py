@@ -106,6 +106,7 @@ class DecoderLayer(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.rotated = config.rope_layers[index]
+        self.rotate: Callable[[Tensor, Rotation], Tensor] = rotate
         self.activate = _ACTIVATIONS[config.activation]
         width, inner = config.hidden_size, config.intermediate_size
         q_rows = self.num_heads * self.head_dim
@@ -132,9 +133,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, by: Rotation, attention: AttentionFn) -> Tensor:
         """hidden [T, D] is changed in place and returned."""
-        hidden.add_(self._attend(self.attention_norm(hidden), by, attention))
-        gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, dim=-1)
-        return hidden.add_(self.down(self.activate(gate).mul_(up)))
+        self.o.add_to(hidden, self._attend(self.attention_norm(hidden), by, attention))
+        return self.down.add_to(hidden, self.gate_up.gated(self.mlp_norm(hidden), self.activate))
 
     def _attend(self, x: Tensor, by: Rotation, attention: AttentionFn) -> Tensor:
         rows = x.shape[0]
@@ -144,10 +144,9 @@ class DecoderLayer(nn.Module):
         if self.head_norm is not None:
             qk = self.head_norm(qk)
         if self.rotated:
-            qk = rotate(qk, by)
+            qk = self.rotate(qk, by)
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        attended: Tensor = self.o(attention(self.index, q, k, v).reshape(rows, -1))
-        return attended
+        return attention(self.index, q, k, v).reshape(rows, -1)
 
 
 class Decoder(nn.Module):
@@ -166,8 +165,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
-        shared = self.embedding.weight.requires_grad_(False)
+        embedding = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
+        shared = embedding.weight.requires_grad_(False)
+        self.embedding: nn.Module = embedding
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, dtype, device) for index in range(config.num_layers)
         )
@@ -189,6 +189,10 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         """Of hidden states."""
         return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, D], a new tensor that image embeddings may be written into."""

@@ -1,19 +1,34 @@
 """One dense layer, small enough to be replaced.
 
-Owns: Linear, y = x Wᵀ + b over rows. Quantised, packed and LoRA layers are other modules with the
-same call; transforms put them in a decoder's place of this one, so the decoder never asks which
-it has.
+Owns: LinearBase, what a decoder asks of a dense layer, and Linear, y = x Wᵀ + b over rows.
+Quantised, packed and LoRA layers are other modules with the same calls; transforms put them in the
+place of this one, so the decoder never asks which it has.
 Does not own: how weights are read (loader.py) or laid out for a device (transforms).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Linear(nn.Module):
+class LinearBase(nn.Module):
+    """What a decoder asks of a dense layer; subclasses give the call itself, or more."""
+
+    def add_to(self, stream: Tensor, x: Tensor) -> Tensor:
+        """stream [R, out] += y(x), in place; returns it."""
+        return stream.add_(self(x))
+
+    def gated(self, x: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
+        """activate(first half of y(x)) * second half: [R, in] -> [R, out / 2]."""
+        gate, up = self(x).chunk(2, dim=-1)
+        return activate(gate).mul_(up)
+
+
+class Linear(LinearBase):
     """y[R, out] = x[R, in] Wᵀ + b. The weight [out, in] is allocated, not initialised."""
 
     def __init__(

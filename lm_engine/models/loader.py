@@ -194,7 +194,7 @@ def _places(decoder: Decoder, base: str, source: WeightSource) -> Iterator[_Plac
     def whole(name: str, parameter: Tensor) -> _Place:
         return _Place(name, parameter, tuple(parameter.shape))
 
-    yield whole(f"{base}embed_tokens.weight", decoder.embedding.weight)
+    yield whole(f"{base}embed_tokens.weight", decoder.get_parameter("embedding.weight"))
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
         yield from _layer_places(layer, f"{base}layers.{index}.")

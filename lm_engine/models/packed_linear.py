@@ -1,8 +1,9 @@
-"""Linears laid out for the CPU.
+"""Linears laid out for the CPU with torch's own kernels.
 
 Owns: PackedLinear (weights in oneDNN's blocked order), PlainLinear (weights as they are, for a head
 that shares them with the embedding), and `pack`, which puts them into a loaded decoder.
-Does not own: reading weights (loader.py), quantised formats, or other devices.
+Does not own: reading weights (loader.py), quantised formats, other devices, or our own kernels
+(native_layers.py), which come first where they can be compiled.
 
 Which kernel is fastest depends on the number of rows M (measured with AVX2 and with AVX-512, by
 benchmarks/kernels.py; ratios to F.linear, SmolLM2-135M's layers, 2 threads):
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lm_engine.models.decoder import Decoder
-from lm_engine.models.linear import Linear
+from lm_engine.models.linear import Linear, LinearBase
 
 _PACK_FOR_ROWS = 16
 """oneDNN chooses a blocked order for this many rows. Every value from 4 on gives the same order,
@@ -32,9 +33,6 @@ which serves all row counts."""
 
 _MOST_ROWS_FOR_BLAS = 4
 """Rows up to which W @ xᵀ is the fastest product on plain weights."""
-
-_MOST_ROWS_FOR_BLAS_OVER_PACKED = 2
-"""Rows up to which it is also faster than oneDNN on packed weights."""
 
 
 class PackError(ValueError):
@@ -67,7 +65,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product[:rows]
 
 
-class PlainLinear(nn.Module):
+class PlainLinear(LinearBase):
     """y = x Wᵀ + b on an ordinary weight [out, in], which others may share."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
@@ -85,67 +83,47 @@ class PlainLinear(nn.Module):
         return _onednn(x, self.weight, self.bias)
 
 
-class PackedLinear(nn.Module):
-    """y = x Wᵀ + b on weights in oneDNN's order.
+class PackedLinear(LinearBase):
+    """y = x Wᵀ + b on weights in oneDNN's order, which are opaque: there is no storage to save,
+    move or index."""
 
-    The packed weight is opaque: it has no storage to save, move or index. `weight` is the plain
-    one if it was kept, else None.
-    """
-
-    def __init__(self, linear: Linear, *, keep_plain: bool) -> None:
+    def __init__(self, linear: Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         weight = linear.weight.detach()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_FOR_ROWS)
-        self.weight = linear.weight if keep_plain else None
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, in] -> [M, out]."""
         if x.shape[0] == 0:
             return x.new_empty(0, self.out_features)
-        if (
-            self.weight is not None
-            and x.shape[0] <= _MOST_ROWS_FOR_BLAS_OVER_PACKED
-            and x.dtype == torch.float32
-        ):
-            return _few_rows(x, self.weight, self.bias)
         return _onednn(x, self._packed, self.bias)
 
     def extra_repr(self) -> str:
-        kept = "packed" if self.weight is None else "packed and plain"
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {kept}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
 def can_pack(decoder: Decoder) -> bool:
     """Whether `pack` applies: weights on the CPU, in a type that this CPU multiplies natively."""
-    weight = decoder.embedding.weight
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+    if decoder.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
-    if weight.dtype == torch.bfloat16:
+    if decoder.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    return decoder.dtype == torch.float32
 
 
-MLP_LINEARS = frozenset({"gate_up", "down"})
-"""About three quarters of a layer's bytes, in its two largest products."""
-
-
-def pack(decoder: Decoder, *, keep_plain: frozenset[str] = frozenset()) -> Decoder:
+def pack(decoder: Decoder) -> Decoder:
     """Replace every Linear of a loaded decoder, in place, by one laid out for this CPU.
 
     Each Linear's own weight is released as soon as it is packed (the peak is one matrix more), and
-    a tied head goes on sharing the embedding's. Linears that `keep_plain` names keep both, for the
-    price of their bytes again: a lone row, or two, then reads the plain one at the speed of memory
-    (MLP_LINEARS: a decode step of SmolLM2-135M in 0.84 to 0.90 of its time).
-
-    Answers change by rounding only. Raises PackError where `can_pack` is false.
+    a tied head goes on sharing the embedding's. Answers change by rounding only. Raises PackError
+    where `can_pack` is false.
     """
     if not can_pack(decoder):
-        weight = decoder.embedding.weight
         raise PackError(
-            f"cannot pack {weight.dtype} weights on {weight.device}; packing needs the CPU and "
+            f"cannot pack {decoder.dtype} weights on {decoder.device}; packing needs the CPU and "
             "float32, or bfloat16 if the CPU multiplies it natively. Leave the decoder as it is."
         )
     shared = decoder.embedding.weight
@@ -156,5 +134,5 @@ def pack(decoder: Decoder, *, keep_plain: frozenset[str] = frozenset()) -> Decod
             if child.weight is shared:
                 setattr(module, name, PlainLinear(child.weight, child.bias))
             else:
-                setattr(module, name, PackedLinear(child, keep_plain=name in keep_plain))
+                setattr(module, name, PackedLinear(child))
     return decoder

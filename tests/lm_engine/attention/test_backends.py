@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_offload.kv_cache import KVCache
+from kv_offload.layout import KVLayout
 from lm_engine.attention.base import AttentionBackend, AttentionBatch, SequenceSlice
 from lm_engine.attention.cpu import CpuAttention
+from lm_engine.attention.native import NativeAttention, NativeWriter
 from lm_engine.attention.reference import ReferenceAttention
 from lm_engine.attention.select import select
+from lm_engine.native import library
 from tests.lm_engine.attention.paged import Paged, make_paged, naive
 
 SCALE = 0.25
+
+MakeBackend = Callable[..., AttentionBackend]
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def make_backend(request: pytest.FixtureRequest) -> MakeBackend:
+    """A backend for the CPU; torch's takes the length of its splits, the native one has its own."""
+    if request.param == "torch":
+        return CpuAttention
+    try:
+        kernels = library.load()
+    except library.NativeUnavailableError as error:
+        pytest.skip(str(error))
+    return lambda split_tokens=0: NativeAttention(kernels)
 
 
 def attend(
@@ -45,7 +64,7 @@ def test_the_reference_is_the_definition(window: int | None, split: int) -> None
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_the_cpu_path_is_the_reference(data: st.DataObject) -> None:
+def test_the_cpu_path_is_the_reference(data: st.DataObject, make_backend: MakeBackend) -> None:
     contexts = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=6))
     lengths = [
         (data.draw(st.one_of(st.just(1), st.integers(1, context))), context) for context in contexts
@@ -62,11 +81,11 @@ def test_the_cpu_path_is_the_reference(data: st.DataObject) -> None:
     )
     split = data.draw(st.sampled_from([8, 13, 32, 2048]))
     want = attend(ReferenceAttention(), paged, window)
-    assert_same(attend(CpuAttention(split), paged, window), want)
+    assert_same(attend(make_backend(split), paged, window), want)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 31, 64, 150])
-def test_any_chunking_gives_the_same_rows(chunk: int) -> None:
+def test_any_chunking_gives_the_same_rows(chunk: int, make_backend: MakeBackend) -> None:
     """Rows of one 150-token prompt, computed chunk by chunk, across splits of 32."""
     whole = make_paged([(150, 150)], scatter=0.1, block_size=8)
     want = naive(whole, None, SCALE)
@@ -78,7 +97,7 @@ def test_any_chunking_gives_the_same_rows(chunk: int) -> None:
             (SequenceSlice(0, rows, start + rows, sequence.runs),),
             whole.batch.slots[start : start + rows],
         )
-        out, lse = CpuAttention(32).attend(
+        out, lse = make_backend(32).attend(
             0, whole.q[start : start + rows], batch, whole.cache, window=None, scale=SCALE
         )
         outs.append(out)
@@ -87,30 +106,34 @@ def test_any_chunking_gives_the_same_rows(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 5, 200, 600, 1000])
-def test_contexts_longer_than_the_kernels_tiles(window: int | None) -> None:
+def test_contexts_longer_than_the_kernels_tiles(
+    window: int | None, make_backend: MakeBackend
+) -> None:
     """Several tiles of 512 keys, some of them wholly masked for some rows."""
     paged = make_paged([(700, 1400), (1, 1300), (1, 700), (40, 1100)], block_size=16)
     want = attend(ReferenceAttention(), paged, window)
-    assert_same(attend(CpuAttention(1024), paged, window), want)
+    assert_same(attend(make_backend(1024), paged, window), want)
 
 
 @pytest.mark.parametrize("scatter", [0.0, 1.0])
 @pytest.mark.parametrize("count", [2, 3, 16, 64])
-def test_decode_batches_of_very_different_lengths(count: int, scatter: float) -> None:
+def test_decode_batches_of_very_different_lengths(
+    count: int, scatter: float, make_backend: MakeBackend
+) -> None:
     choose = random.Random(count)
     lengths = [(1, choose.choice([1, 2, 63, 64, 65, 128, 300])) for _ in range(count)]
     paged = make_paged(lengths, scatter=scatter, num_heads=6, num_kv_heads=2)
-    assert_same(attend(CpuAttention(), paged), naive(paged, None, SCALE))
+    assert_same(attend(make_backend(), paged), naive(paged, None, SCALE))
 
 
-def test_decode_batches_of_equal_lengths() -> None:
+def test_decode_batches_of_equal_lengths(make_backend: MakeBackend) -> None:
     paged = make_paged([(1, 100)] * 9)
-    assert_same(attend(CpuAttention(), paged), naive(paged, None, SCALE))
+    assert_same(attend(make_backend(), paged), naive(paged, None, SCALE))
 
 
-def test_decode_rows_between_chunks_keep_their_places() -> None:
+def test_decode_rows_between_chunks_keep_their_places(make_backend: MakeBackend) -> None:
     paged = make_paged([(1, 40), (9, 33), (1, 7), (1, 50), (20, 20), (1, 1)], scatter=0.3)
-    assert_same(attend(CpuAttention(), paged), naive(paged, None, SCALE))
+    assert_same(attend(make_backend(), paged), naive(paged, None, SCALE))
 
 
 def test_more_decode_rows_than_one_ragged_batch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,23 +143,25 @@ def test_more_decode_rows_than_one_ragged_batch_takes(monkeypatch: pytest.Monkey
     assert_same(attend(CpuAttention(), paged), naive(paged, None, SCALE))
 
 
-def test_layers_and_windows_of_one_batch_do_not_mix() -> None:
+def test_layers_and_windows_of_one_batch_do_not_mix(make_backend: MakeBackend) -> None:
     paged = make_paged([(1, 60), (1, 9), (13, 50)], num_layers=3, scatter=0.2)
-    backend = CpuAttention(16)
+    backend = make_backend(16)
     for layer, window in [(0, None), (1, 4), (2, None), (1, None), (0, 4)]:
         assert_same(attend(backend, paged, window, layer), naive(paged, window, SCALE, layer), 3e-5)
 
 
-def test_a_backend_forgets_the_batch_before() -> None:
-    backend = CpuAttention()
+def test_a_backend_forgets_the_batch_before(make_backend: MakeBackend) -> None:
+    backend = make_backend()
     for seed in range(3):
         paged = make_paged([(1, 20 + seed), (1, 33), (5, 9)], seed=seed)
         assert_same(attend(backend, paged), naive(paged, None, SCALE))
 
 
-def test_a_poisoned_row_spoils_neither_its_mates_nor_the_next_layer() -> None:
+def test_a_poisoned_row_spoils_neither_its_mates_nor_the_next_layer(
+    make_backend: MakeBackend,
+) -> None:
     paged = make_paged([(1, 30), (1, 40), (1, 50)], num_layers=2)
-    backend = CpuAttention()
+    backend = make_backend()
     paged.cache.keys[0][:, paged.batch.slots[1]] = float("nan")
     out, lse = attend(backend, paged)
     want = naive(paged, None, SCALE)
@@ -170,23 +195,108 @@ def test_queries_and_kv_may_differ_in_type(stored: str) -> None:
     torch.testing.assert_close(lse.double(), want_lse, atol=tolerance, rtol=0)
 
 
-def test_strided_queries_are_read_as_they_are() -> None:
+def test_strided_queries_are_read_as_they_are(make_backend: MakeBackend) -> None:
     paged = make_paged([(1, 60), (1, 9), (13, 50)])
-    want = attend(CpuAttention(16), paged)
+    want = attend(make_backend(16), paged)
     fused = torch.randn(paged.q.shape[0], 12, 16)
     fused[:, 2:6] = paged.q
     paged.q = fused[:, 2:6]
-    assert_same(attend(CpuAttention(16), paged), want, 1e-6)
+    assert_same(attend(make_backend(16), paged), want, 1e-6)
 
 
-def test_inference_mode_is_no_different() -> None:
+def test_inference_mode_is_no_different(make_backend: MakeBackend) -> None:
     with torch.inference_mode():
         paged = make_paged([(1, 60), (1, 9), (13, 50)])
-        assert_same(attend(CpuAttention(16), paged), naive(paged, None, SCALE))
+        assert_same(attend(make_backend(16), paged), naive(paged, None, SCALE))
 
 
-def test_the_cpu_gets_the_cpu_backend() -> None:
-    backend = select("cpu", split_tokens=64)
-    assert isinstance(backend, CpuAttention)
-    assert backend.split_tokens == 64
+@pytest.fixture(scope="module")
+def native() -> NativeAttention:
+    try:
+        return NativeAttention(library.load())
+    except library.NativeUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 40])
+def test_where_keys_lie_changes_no_bit(native: NativeAttention, query_len: int) -> None:
+    together, apart = (
+        make_paged([(query_len, 1500)], scatter=scatter, num_heads=6, head_dim=64)
+        for scatter in (0.0, 1.0)
+    )
+    for one, other in zip(attend(native, together), attend(native, apart), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("query_len", [1, 70])
+def test_the_number_of_threads_changes_no_bit(native: NativeAttention, query_len: int) -> None:
+    paged = make_paged([(query_len, 3000), (1, 700)], num_heads=6, head_dim=64, block_size=16)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = attend(native, paged)
+        torch.set_num_threads(3)
+        for one, other in zip(alone, attend(native, paged), strict=True):
+            assert torch.equal(one, other)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_neither_chunks_nor_mates_change_a_bit(native: NativeAttention) -> None:
+    """Rows of chunks that fill more than the few lanes of the other path."""
+    whole = make_paged([(150, 150)], scatter=0.1, block_size=8, num_heads=6)
+    want, want_lse = attend(native, whole)
+    (sequence,) = whole.batch.sequences
+    for start, rows in ((0, 150), (0, 64), (64, 86), (100, 7), (140, 10)):
+        slices = (SequenceSlice(0, rows, start + rows, sequence.runs),) * 1
+        batch = AttentionBatch(slices, whole.batch.slots[start : start + rows])
+        part = whole.q[start : start + rows]
+        out, lse = native.attend(0, part, batch, whole.cache, window=None, scale=SCALE)
+        assert torch.equal(out, want[start : start + rows])
+        assert torch.equal(lse, want_lse[start : start + rows])
+
+
+@pytest.mark.parametrize("head_dim", [8, 20, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("query_len", [1, 30])
+def test_every_head_size(native: NativeAttention, head_dim: int, query_len: int) -> None:
+    paged = make_paged([(query_len, 600), (1, 5)], head_dim=head_dim, scatter=0.1)
+    assert_same(attend(native, paged), naive(paged, None, SCALE), 3e-5)
+
+
+@pytest.mark.parametrize("window", [None, 2500, 10])
+def test_contexts_cut_along_their_keys(native: NativeAttention, window: int | None) -> None:
+    paged = make_paged([(1, 5000), (20, 4500), (3, 2049)], block_size=16, head_dim=16)
+    assert_same(attend(native, paged, window), attend(ReferenceAttention(), paged, window))
+
+
+def test_scores_far_from_zero_keep_their_softmax(native: NativeAttention) -> None:
+    paged = make_paged([(1, 300), (40, 300)], head_dim=16)
+    paged.q *= 300
+    got, want = attend(native, paged), naive(paged, None, SCALE)
+    torch.testing.assert_close(got[0].double(), want[0], atol=1e-3, rtol=0)
+    torch.testing.assert_close(got[1].double(), want[1], atol=0, rtol=1e-5)
+
+
+def test_the_cpu_gets_the_kernels_that_fit(native: NativeAttention) -> None:
+    kernels = library.load()
+    assert isinstance(select("cpu", head_dim=64, library=kernels), NativeAttention)
+    assert isinstance(select("cpu", dtype=torch.bfloat16, library=kernels), CpuAttention)
+    assert isinstance(select("cpu", head_dim=512, library=kernels), CpuAttention)
     assert isinstance(select("meta"), ReferenceAttention)
+    plain = select("cpu", head_dim=64, split_tokens=64)
+    assert isinstance(plain, CpuAttention)
+    assert plain.split_tokens == 64
+
+
+def test_rows_are_stored_as_torch_stores_them(native: NativeAttention) -> None:
+    layout = KVLayout(2, 3, 20, 4)
+    ours = KVCache(layout, 60, "cpu", NativeWriter(library.load()))
+    theirs = KVCache(layout, 60, "cpu")
+    for cache in (ours, theirs):
+        cache.storage.zero_()
+    for rows in (1, 5, 150):
+        slots = torch.randperm(240)[:rows]
+        fused = torch.randn(rows, 9, 20)
+        for cache in (ours, theirs):
+            cache.write(1, slots, fused[:, 3:6], fused[:, 6:])
+    assert torch.equal(ours.storage, theirs.storage)

@@ -13,7 +13,6 @@ from lm_engine.models.config import DecoderConfig
 from lm_engine.models.decoder import Decoder
 from lm_engine.models.linear import Linear
 from lm_engine.models.packed_linear import (
-    MLP_LINEARS,
     PackedLinear,
     PackError,
     PlainLinear,
@@ -35,15 +34,11 @@ def make_linear(inputs: int, outputs: int, bias: bool) -> Linear:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", ["packed", "both", "plain"])
+@pytest.mark.parametrize("kind", ["packed", "plain"])
 @pytest.mark.parametrize("size", [(64, 192), (36, 100), (8, 8)])
 def test_all_row_counts_give_the_same_product(kind: str, bias: bool, size: tuple[int, int]) -> None:
     linear = make_linear(*size, bias)
-    ours = (
-        PlainLinear(linear.weight, linear.bias)
-        if kind == "plain"
-        else PackedLinear(linear, keep_plain=kind == "both")
-    )
+    ours = PlainLinear(linear.weight, linear.bias) if kind == "plain" else PackedLinear(linear)
     for rows in ROWS:
         wide = torch.randn(rows, 2 * size[0])
         for x in (wide[:, : size[0]].contiguous(), wide[:, size[0] :]):
@@ -87,11 +82,10 @@ def run(decoder: Decoder, rows: int) -> Tensor:
     return decoder.logits(decoder(decoder.embed(ids), ids, mix))
 
 
-@pytest.mark.parametrize("keep_plain", [frozenset(), MLP_LINEARS])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_packed_decoder_answers_alike(tied: bool, keep_plain: frozenset[str]) -> None:
+def test_a_packed_decoder_answers_alike(tied: bool) -> None:
     plain = make_decoder(tied)
-    packed = pack(copy.deepcopy(plain), keep_plain=keep_plain)
+    packed = pack(copy.deepcopy(plain))
     assert not any(isinstance(module, Linear) for module in packed.modules())
     for rows in (1, 2, 5, 40):
         torch.testing.assert_close(run(packed, rows), run(plain, rows), atol=2e-5, rtol=0)
@@ -109,10 +103,6 @@ def test_packing_releases_the_plain_weights() -> None:
     left = {name for name, _ in decoder.named_parameters()}
     assert not any(name.endswith(("qkv.weight", "o.weight", "down.weight")) for name in left)
     assert not any(name.startswith(("layers.0.gate_up", "head")) for name in left)
-    kept = pack(make_decoder(tied=False), keep_plain=MLP_LINEARS)
-    names = {name for name, _ in kept.named_parameters()}
-    assert {"layers.0.gate_up.weight", "layers.0.down.weight"} <= names
-    assert "layers.0.qkv.weight" not in names
 
 
 def test_what_cannot_be_packed_is_refused_with_a_reason() -> None:
