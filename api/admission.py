@@ -4,7 +4,8 @@ Owns: Admission - bounds on requests, body bytes and prompt tokens - and Ticket,
 share. Does not own: which request runs next (the scheduler), or the size of a single body.
 
 Refusals come before a body is read: 429 when the caller's own share is used up, 503 when the
-server is full, loading or draining. Everything runs on the event loop, so there is no lock.
+server is full, loading or draining. What is fetched for a request is charged before it is kept.
+Everything runs on the event loop, so there is no lock.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class AdmissionLimits:
     max_tokens: int
     """Prompt tokens of all requests in flight."""
     max_media_bytes: int
-    """Body bytes being read plus encoded images held for running requests."""
+    """Body bytes being read, images being fetched, and encoded images held for running requests."""
     max_tenant_requests: int | None = None
     """Requests in flight for one API key's tenant; None is no bound of its own."""
 
@@ -41,6 +42,10 @@ class Ticket:
         """Holds `nbytes` instead of what was held. Raises OverloadedError, changing nothing."""
         self._admission.change_media(nbytes - self._media_bytes, alone=self._media_bytes)
         self._media_bytes = nbytes
+
+    def add_media(self, nbytes: int) -> None:
+        """Holds `nbytes` more. Raises OverloadedError, changing nothing."""
+        self.resize_media(self._media_bytes + nbytes)
 
     def add_tokens(self, tokens: int) -> None:
         self._admission.change_tokens(tokens, alone=self._tokens)

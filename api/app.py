@@ -6,6 +6,8 @@ Does not own: what a generating route does (completions.py), keys and request id
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.metadata
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,16 +25,17 @@ from api.errors import (
     BadRequestError,
     MethodNotAllowedError,
     NotFoundError,
+    OverloadedError,
     json_response,
 )
 from api.gate import Gate
+from api.messages import Strict
 from api.metrics import CONTENT_TYPE
 from api.model_folder import resolve_model
 from api.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Strict,
     TokenizeRequest,
 )
 from api.server import Server
@@ -103,7 +106,10 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await server.start()
         try:
-            yield
+            # At a second signal uvicorn leaves out the goodbye and cancels this in mid-sentence:
+            # the same end, and no fault that a traceback should tell of.
+            with contextlib.suppress(asyncio.CancelledError):
+                yield
         finally:
             await server.stop()
 
@@ -206,6 +212,14 @@ def _small_routes(app: FastAPI, server: Server) -> None:
         if status.phase == "ready" and not status.alive:
             body["detail"] = f"no step for {status.heartbeat_age_s:.1f} s"
         return json_response(body, status=200 if well else 503)
+
+    @app.post("/reset_prefix_cache", responses=_ERRORS)
+    async def reset_prefix_cache(request: Request) -> Response:
+        """Of the caller's tenant. Requests sent after the answer find nothing of those before."""
+        server.ready_model()
+        if not server.client.reset_prefix_cache(request.state.tenant):
+            raise OverloadedError("The server is not ready. See /health.", retry_after_s=5)
+        return json_response({})
 
     @app.get("/version")
     async def show_version() -> Response:

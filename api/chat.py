@@ -12,14 +12,9 @@ from typing import Any
 
 from api.errors import BadRequestError, MediaError
 from api.media import ImageSource, RequestMedia
+from api.messages import ImagePart, Message, ResolutionFields, TextPart
 from api.prompt import PlannedImage, Prompt, PromptBuilder, Turn
-from api.schemas import (
-    ChatTemplateKwargs,
-    ImagePart,
-    Message,
-    ResolutionFields,
-    TextPart,
-)
+from api.schemas import ChatTemplateKwargs
 from lm_engine.client import MediaItem, ModelInfo
 from vision_encoder.plan import ResolutionLimit
 
@@ -43,8 +38,8 @@ def read_messages(messages: Sequence[Message], limits: ResolutionFields | None) 
     sources: list[ImageSource] = []
     for place, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
-        if isinstance(message.content, str):
-            turns.append(Turn(role, message.content, message.name))
+        if message.content is None or isinstance(message.content, str):
+            turns.append(Turn(role, message.content or "", message.name))
             continue
         parts: list[str | int] = []
         for index, part in enumerate(message.content):

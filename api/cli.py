@@ -1,6 +1,7 @@
 """The command line.
 
-Owns: the verbs `serve`, `chat`, `config show` and `doctor`, their flags and exit codes.
+Owns: the verbs `serve`, `chat`, `config show` and `doctor`, their flags and exit codes, and the way
+to those of plan_cli.py.
 Does not own: settings (config.py defines each flag once), or what a verb does.
 
 Modules are imported by the verb that needs them, so that `--help` is quick.
@@ -9,15 +10,19 @@ Modules are imported by the verb that needs them, so that `--help` is quick.
 from __future__ import annotations
 
 import inspect
-import json
+import os
 import sys
 from collections.abc import Callable
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
 from api.config import ConfigError, ServeConfig, Settings, load
+from api.environment import check_environment
+from api.plan_cli import plan_app
+from chunked_prefill.planner.devices import PlanError
 
 app = App(
     name="longlens",
@@ -27,6 +32,7 @@ app = App(
 )
 config_app = App(name="config", help="Settings and where their values come from.")
 app.command(config_app)
+app.command(plan_app)
 
 
 def _version() -> str:
@@ -38,8 +44,9 @@ def _version() -> str:
 app.version = _version
 
 
-def _settings_verb(verb: Callable[[Settings], int], help_text: str) -> Callable[..., int]:
-    """A command whose flags are ServeConfig's fields, plus --config.
+def _settings_verb(verb: Callable[..., int], help_text: str, **switches: str) -> Callable[..., int]:
+    """A command whose flags are ServeConfig's fields, plus --config and `switches` (name -> help),
+    which `verb` gets as keyword arguments.
 
     Values stay strings until ServeConfig reads them, so that flags, environment and file obey the
     same rules, and what was not given stays absent.
@@ -60,20 +67,27 @@ def _settings_verb(verb: Callable[[Settings], int], help_text: str) -> Callable[
                 name, position, default=None, annotation=Annotated[kind, Parameter(**options)]
             )
         )
-    parameters.append(
+    own: dict[str, tuple[Any, Any, str]] = {
+        "config": (Path | None, None, "YAML file of settings"),
+        **{name: (bool, False, text) for name, text in switches.items()},
+    }
+    parameters += [
         inspect.Parameter(
-            "config",
+            name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[Path | None, Parameter(help="YAML file of settings")],
+            default=default,
+            annotation=Annotated[kind, Parameter(help=text, negative="")],
         )
-    )
+        for name, (kind, default, text) in own.items()
+    ]
 
     def command(*args: Any, **kwargs: Any) -> int:
         given = inspect.signature(command).bind(*args, **kwargs).arguments
         file = given.pop("config", None)
+        switched = {name: given.pop(name, False) for name in switches}
         flags = {name: value for name, value in given.items() if value is not None}
-        return verb(load(flags, file))
+        check_environment(os.environ)
+        return verb(load(flags, file), **switched)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -93,24 +107,29 @@ def _serve(settings: Settings) -> int:
     return run(settings.config)
 
 
-def _show(settings: Settings) -> int:
+def _show(settings: Settings, *, json: bool) -> int:
     values = settings.config.model_dump(mode="json")
     if values["api_key"] is not None:
         values["api_key"] = "(hidden)"
-    if not sys.stdout.isatty():
+    if json:
         rows = {n: {"value": v, "source": settings.origins[n]} for n, v in values.items()}
-        print(json.dumps(rows, indent=1))
+        print(dumps(rows, indent=1))
         return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("setting", "value", "source", "meaning", box=None)
-    for name, value in values.items():
-        origin = settings.origins[name]
-        meaning = ServeConfig.model_fields[name].description
-        table.add_row(name, str(value), origin, meaning, style="dim" if origin == "default" else "")
-    Console().print(table)
+    # What somebody chose comes first: the rest is what any server has.
+    names = sorted(values, key=lambda name: settings.origins[name] == "default")
+    table = [(name, _shown(values[name]), settings.origins[name]) for name in names]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join((*cells, ServeConfig.model_fields[row[0]].description or "")))
     return 0
+
+
+def _shown(value: Any) -> str:
+    """A value as the file or the environment would write it."""
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "-"
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 app.command(
@@ -122,7 +141,11 @@ app.command(
     name="serve",
 )
 config_app.command(
-    _settings_verb(_show, "Show each setting, its value, and where the value came from."),
+    _settings_verb(
+        _show,
+        "Show each setting, its value, and where the value came from.",
+        json="Print JSON for programs",
+    ),
     name="show",
 )
 
@@ -196,7 +219,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     try:
         code = app(arguments, result_action="return_value", exit_on_error=True)
-    except (ConfigError, ModelFolderError, KeyFileError, TokenizerFolderError) as error:
+    except (
+        *(ConfigError, ModelFolderError, KeyFileError, TokenizerFolderError, PlanError),
+    ) as error:
         print(f"longlens: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:

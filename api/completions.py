@@ -57,7 +57,7 @@ async def chat_completions(server: Server, request: Request) -> Response:
     async with AsyncExitStack() as stack:
         body, payload = await _admitted(server, request, ChatRequest, stack)
         prepared = await _while_connected(
-            request, prepare_chat(server, model, body, payload, request.state.tenant, stack)
+            request, prepare_chat(server, model, body, payload, request.state.ticket, stack)
         )
         shape = ChatShape(
             id=f"chatcmpl-{uuid.uuid4().hex}",
@@ -97,6 +97,7 @@ async def _admitted(
     """Reserves before it reads."""
     request.state.ticket = reserve(server, request, stack)
     body, payload = await server.bodies.receive(request, schema)
+    request.state.labels = body.labels()
     server.check_model_name(body.model)
     return body, payload
 
@@ -117,13 +118,13 @@ async def prepare_chat(
     model: Model,
     body: ChatRequest,
     payload: Payload,
-    tenant: str,
+    ticket: Ticket,
     stack: AsyncExitStack,
 ) -> Prepared:
     prompts = model.frontend.prompts
     conversation = chat.read_messages(body.messages, body.mm_processor_kwargs)
     chat.check_images(conversation, prompts, most=server.config.limit_mm_per_prompt)
-    media = await server.media.load(conversation.sources, payload.attachments)
+    media = await server.media.load(conversation.sources, payload.attachments, ticket.add_media)
     stack.callback(media.close)
     work = functools.partial(
         chat.build,
@@ -131,7 +132,7 @@ async def prepare_chat(
         media,
         prompts,
         model.info,
-        scope=(server.model_name.encode(), tenant.encode()),
+        scope=(server.model_name.encode(), ticket.tenant.encode()),
         add_generation_prompt=body.add_generation_prompt,
         arguments=chat.template_arguments(body.chat_template_kwargs),
     )
@@ -209,7 +210,8 @@ async def _respond(
     check_logprob_entries(requests)
     ticket = request.state.ticket
     ticket.add_tokens(prepared.prompt_tokens)
-    # The body has been spooled or tokenised; from here on only the images count.
+    # The body has been spooled or tokenised; from here on only the images count, which are no
+    # more than the body and what was fetched.
     ticket.resize_media(_media_bytes(prepared))
     feed = EventFeed(server.client, [(one, prepared.media) for one in requests])
     stack.push_async_callback(feed.close)
@@ -219,8 +221,7 @@ async def _respond(
         shape=shape,
         metrics=server.metrics,
         n=body.n or 1,
-        prompts=len(prepared.prompts),
-        prompt_tokens=prepared.prompt_tokens,
+        prompt_lengths=tuple(len(prompt.token_ids) for prompt in prepared.prompts),
         image_tokens=sum(prompt.image_tokens for prompt in prepared.prompts),
         arrival_s=request.state.arrival_s,
         has_media=bool(prepared.media),

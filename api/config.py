@@ -29,6 +29,7 @@ from vision_encoder.media import MAX_PIXELS, MediaLimits
 ENV_PREFIX = "LONGLENS_"
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
 
 
 class ConfigError(Exception):
@@ -42,6 +43,17 @@ def number(value: Any) -> Any:
         if exact == int(exact):
             return int(exact)
         raise ValueError(f"{value} is not a whole number")
+    return value
+
+
+def _seconds(value: Any) -> Any:
+    """`200ms` -> 0.2, `0.2s` -> 0.2; a bare number is refused, since either unit is plausible."""
+    if isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
+        return float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
+    if value == 0 or value == "0":
+        return 0.0
+    if isinstance(value, str | int | float):
+        raise ValueError(f"{value} lacks its unit; write 200ms or 0.2s (0 for no promise)")
     return value
 
 
@@ -64,6 +76,7 @@ def _image_limit(value: Any) -> Any:
 
 
 Count = Annotated[int, BeforeValidator(number)]
+Seconds = Annotated[float, BeforeValidator(_seconds)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
 
 
@@ -100,8 +113,15 @@ class ServeConfig(BaseSettings):
     max_model_len: Count | None = _setting("Context in tokens, 32k = 32768", core=True, ge=1)
     max_num_seqs: Count = _setting("Sequences that run at once", 64, core=True, ge=1)
     max_num_batched_tokens: Count = _setting("Token budget of one step", 512, core=True, ge=1)
+    tpot_slo: Seconds | None = _setting(
+        "Time per output token to keep while prompts prefill, 200ms say", core=True, ge=0
+    )
     block_size: Count = _setting("Tokens in a KV block", 16, ge=1)
     kv_cache_memory_bytes: Count | None = _setting("KV pool, 4GiB say", core=True, ge=1)
+    host_kv_gib: float | None = _setting(
+        "GiB of host memory for contexts beyond the KV pool", core=True, gt=0
+    )
+    enable_prefix_caching: bool = _setting("Reuse the KV of equal beginnings", True, core=True)
     embedding_rows: Count | None = _setting("Rows of the image embedding arena", ge=1)
     mm_encoder_process: bool = _setting("Vision stage in its own process", True)
 
@@ -175,8 +195,11 @@ class ServeConfig(BaseSettings):
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            tpot_slo_s=self.tpot_slo,
             block_size=self.block_size,
+            prefix_caching=self.enable_prefix_caching,
             kv_memory_bytes=self.kv_cache_memory_bytes,
+            host_kv_bytes=None if self.host_kv_gib is None else int(self.host_kv_gib * 2**30),
             embedding_rows=self.embedding_rows,
             threads=self.threads,
             vision_process=self.mm_encoder_process,

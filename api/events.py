@@ -15,6 +15,9 @@ from lm_engine.client import EngineClient, MediaItem
 from lm_engine.outputs import RequestError, RequestOutput
 
 LOST = RequestError("internal", "The engine lost this request. Send it again.")
+SHUTDOWN = RequestError(
+    "overloaded", "The server shut down before this request ended. Send it to another replica."
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,39 @@
 """What every HTTP request passes before a route sees it.
 
-Owns: request ids, arrival times, API keys on every route but /health, the answer to whatever
-exception nobody else turned into one. Does not own: body limits (body.py, admission.py).
+Owns: request ids, arrival times, API keys on every route but /health, the request's line in the
+log, the answer to whatever exception nobody else turned into one. Does not own: body limits
+(body.py, admission.py), or which fields of a body are labels (schemas.py).
 
 Plain ASGI: a middleware that wraps the body in between would hide the client's leaving.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
+from typing import Any
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import ApiError, ServerError, UnauthorizedError
+from api.errors import ApiError, ServerError, UnauthorizedError, from_engine
+from api.events import SHUTDOWN
 from api.server import Server
 
 OPEN_PATHS = frozenset({"/health"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 log = structlog.get_logger("longlens.http")
+
+
+def _printable(value: Any) -> Any:
+    """Without the control characters by which a client could write to the operator's terminal."""
+    if isinstance(value, dict):
+        return {_printable(key): _printable(one) for key, one in value.items()}
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))
 
 
 class Gate:
@@ -54,6 +65,11 @@ class Gate:
             await self._app(scope, receive, tagged)
         except ClientDisconnect:
             status = status or 499
+        except asyncio.CancelledError:
+            # Nothing but the end of the event loop cancels a request: a second signal, which does
+            # not wait for what still runs.
+            if status == 0:
+                await from_engine(SHUTDOWN).response()(scope, receive, tagged)
         except ApiError as error:
             response = error.response()
             if isinstance(error, UnauthorizedError):
@@ -70,14 +86,24 @@ class Gate:
                 ).response()
                 await error_response(scope, receive, tagged)
         finally:
-            log.debug(
-                "request",
-                method=scope["method"],
-                path=scope["path"],
-                status=status,
-                request_id=state["request_id"],
-                seconds=round(time.monotonic() - state["arrival_s"], 4),
-            )
+            self._note(scope, status)
+
+    @staticmethod
+    def _note(scope: Scope, status: int) -> None:
+        """The request's line in the log. One that carries labels has it at `info`: whoever sent
+        them (an application, for its own users) wants to be able to find it again."""
+        state = scope["state"]
+        labels = state.get("labels") or {}
+        write = log.info if labels else log.debug
+        write(
+            "request",
+            method=scope["method"],
+            path=scope["path"],
+            status=status,
+            request_id=state["request_id"],
+            seconds=round(time.monotonic() - state["arrival_s"], 4),
+            **{name: _printable(value) for name, value in labels.items()},
+        )
 
     @staticmethod
     def _request_id(headers: Headers) -> str:

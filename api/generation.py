@@ -33,19 +33,24 @@ class Run:
     metrics: Metrics
     n: int
     """Choices per prompt."""
-    prompts: int
-    prompt_tokens: int
-    """Of all prompts together, known before the first event."""
+    prompt_lengths: tuple[int, ...]
+    """Tokens of each prompt, known before the first event."""
     image_tokens: int
     arrival_s: float
     """Monotonic seconds of the request's first byte."""
     has_media: bool = False
     choices: list[Choice] = field(default_factory=list)
     usages: dict[int, Usage] = field(default_factory=dict)
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+    """By prompt, from its first token on."""
     timings: dict[int, Timing] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprob | None, ...]] = field(default_factory=dict)
     first_token_s: float | None = None
     _last_token_s: float = 0.0
+
+    @property
+    def prompts(self) -> int:
+        return len(self.prompt_lengths)
 
     def __post_init__(self) -> None:
         self.choices = [Choice() for _ in range(self.n * self.prompts)]
@@ -89,6 +94,8 @@ class Run:
                 self.metrics.choice_ended(delta.finish_reason)
         if output.deltas:
             self._clock()
+        if output.usage is not None:
+            self.cached_tokens[event.prompt] = output.usage.cached_tokens
         if output.finished:
             self.usages[event.prompt] = output.usage or Usage(0, 0)
             if output.timing is not None:
@@ -123,7 +130,8 @@ class Run:
         if len(self.usages) == self.prompts:
             return total_usage(list(self.usages.values()))
         tokens = sum(len(choice.token_ids) for choice in self.choices)
-        return Usage(self.prompt_tokens, tokens, 0, self.image_tokens)
+        cached = sum(self.cached_tokens.values())
+        return Usage(sum(self.prompt_lengths), tokens, cached, self.image_tokens)
 
     def server_timing(self) -> str:
         """The Server-Timing header: milliseconds, the longest over the prompts."""

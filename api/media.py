@@ -6,7 +6,8 @@ means (vision_encoder), which hosts may be contacted (urlguard.py), or pixels: n
 an image.
 
 Work that scales with bytes happens in the server's small thread pool in short slices, because
-base64 decoding holds Python's lock and /health has to answer meanwhile.
+base64 decoding holds Python's lock and /health has to answer meanwhile. Bytes that are not part of
+the request's body are charged to it (`Charge`) before they are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from api.errors import MediaError
@@ -38,6 +39,9 @@ _SLICE = 96 * 2**10
 _COPY = 2**20
 
 T = TypeVar("T")
+Charge = Callable[[int], None]
+"""Called with bytes that a request is about to hold, or less than 0 for those that it gives back;
+raises when the server has no room for them. Not thread-safe: the event loop calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +136,18 @@ class MediaLoader:
         shutil.rmtree(self._spool, ignore_errors=True)
 
     async def load(
-        self, sources: Sequence[ImageSource], attachments: Mapping[str, memoryview]
+        self,
+        sources: Sequence[ImageSource],
+        attachments: Mapping[str, memoryview],
+        charge: Charge,
     ) -> RequestMedia:
-        """All images of a request. Raises MediaError naming the part; nothing is left behind."""
+        """All images of a request. Raises MediaError naming the part, or what `charge` raises;
+        nothing is left behind. Images inside the body are not charged: their body is."""
         if not sources:
             return RequestMedia(None)
         folder = Path(tempfile.mkdtemp(dir=self._spool))
         tasks = [
-            asyncio.ensure_future(self._load_one(source, folder / str(index), attachments))
+            asyncio.ensure_future(self._load_one(source, folder / str(index), attachments, charge))
             for index, source in enumerate(sources)
         ]
         try:
@@ -155,11 +163,15 @@ class MediaLoader:
             raise
         return RequestMedia(folder, spooled)
 
-    async def in_thread(self, work: Callable[[], object]) -> object:
+    async def in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def _load_one(
-        self, source: ImageSource, path: Path, attachments: Mapping[str, memoryview]
+        self,
+        source: ImageSource,
+        path: Path,
+        attachments: Mapping[str, memoryview],
+        charge: Charge,
     ) -> SpooledImage:
         url = attachments.get(source.url, source.url)
         scheme = "data" if isinstance(url, memoryview) else url[:16].partition(":")[0].lower()
@@ -167,9 +179,12 @@ class MediaLoader:
             await self.in_thread(lambda: self._decode_data_uri(url, path, source.param))
         elif scheme in ("http", "https"):
             with path.open("wb") as file:
-                await self._fetcher.fetch(url, file.write, source.param)
+                spool = _Spool(file, charge)
+                spool.settle(await self._fetcher.fetch(url, spool, source.param))
         elif scheme == "file":
-            await self.in_thread(lambda: self._copy_local(url, path, source.param))
+            size = await self.in_thread(lambda: self._size_of_local(url, source.param))
+            charge(size)
+            await self.in_thread(lambda: self._copy_local(url, path, source.param, size))
         else:
             raise MediaError(
                 f"The image at {source.param} must be a data:, http: or https: URL.",
@@ -177,7 +192,6 @@ class MediaLoader:
                 code="invalid_image_url",
             )
         header = await self.in_thread(lambda: self._inspect(path, source.param))
-        assert isinstance(header, ImageHeader)
         return SpooledImage(source, str(path), path.stat().st_size, header)
 
     def _inspect(self, path: Path, param: str) -> ImageHeader:
@@ -214,19 +228,46 @@ class MediaLoader:
                 file.write(raw)
                 time.sleep(0)  # lets the event loop have the lock
 
-    def _copy_local(self, url: str, path: Path, param: str) -> None:
-        if self._root is None:
+    def _open_local(self, url: str, param: str) -> BinaryIO:
+        root = self._root
+        if root is None:
             raise _invalid(
                 param, "file: URLs are off on this server (see --allowed-local-media-path)"
             )
-        handle = _open_inside(self._root, url)
+        handle = _open_inside(root, url)
         if handle is None:
             raise _invalid(param, "file: URLs must name a file under the folder the server allows")
-        with os.fdopen(handle, "rb") as source, path.open("wb") as target:
-            left = self._limits.max_bytes + 1
+        return os.fdopen(handle, "rb")
+
+    def _size_of_local(self, url: str, param: str) -> int:
+        """Bytes that will be copied; one more than is allowed stands for all that are too many."""
+        with self._open_local(url, param) as file:
+            return min(os.fstat(file.fileno()).st_size, self._limits.max_bytes + 1)
+
+    def _copy_local(self, url: str, path: Path, param: str, left: int) -> None:
+        """The first `left` bytes, whatever the file has become since it was measured."""
+        with self._open_local(url, param) as source, path.open("wb") as target:
             while left > 0 and (chunk := source.read(min(_COPY, left))):
                 target.write(chunk)
                 left -= len(chunk)
+
+
+class _Spool:
+    """A fetched file on its way to disk. What it may become is charged before the first byte, so
+    that of many fetches some end well, where charging each byte would fail all of them halfway."""
+
+    def __init__(self, file: BinaryIO, charge: Charge):
+        self._charge = charge
+        self._charged = 0
+        self.write = file.write
+
+    def expect(self, most_bytes: int) -> None:
+        self._charge(most_bytes)
+        self._charged = most_bytes
+
+    def settle(self, size: int) -> None:
+        """Gives back what the file did not need."""
+        self._charge(size - self._charged)
 
 
 def _open_inside(root: Path, url: str) -> int | None:

@@ -34,7 +34,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         "Share of KV blocks in use, 0 to 1",
         lambda s: s.kv_blocks_used / max(1, s.kv_blocks_total),
     ),
-    ("kv_blocks_used", "KV blocks in use", lambda s: s.kv_blocks_used),
+    ("kv_blocks_used", "KV blocks that requests hold", lambda s: s.kv_blocks_used),
+    ("kv_blocks_cached", "KV blocks kept for reuse", lambda s: s.kv_blocks_cached),
     ("kv_blocks", "KV blocks in all", lambda s: s.kv_blocks_total),
     ("embedding_rows_used", "Image rows that requests hold", lambda s: s.embedding_rows_used),
     ("embedding_rows_cached", "Image rows kept for reuse", lambda s: s.embedding_rows_cached),
@@ -43,12 +44,31 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prompt_tokens", "Prompt tokens computed", lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens generated", lambda s: s.generation_tokens),
+    ("prefix_cache_queries", "Prompt tokens looked up", lambda s: s.prefix_cache_queries),
+    ("prefix_cache_hits", "Prompt tokens found in the cache", lambda s: s.prompt_tokens_cached),
     ("num_preemptions", "Sequences preempted", lambda s: s.preemptions),
     ("engine_steps", "Steps of the engine", lambda s: s.steps),
     ("mm_cache_queries", "Images looked up", lambda s: s.image_cache_queries),
     ("mm_cache_hits", "Images found in the cache", lambda s: s.image_cache_hits),
     ("images_encoded", "Images encoded", lambda s: s.images_encoded),
 )
+_LABELLED: tuple[tuple[str, str, dict[str, str], Callable[[EngineStats], float]], ...] = (
+    (
+        "kv_prompt_tokens",
+        "Prompt tokens of begun requests by where their KV came from",
+        {"source": "device"},
+        lambda s: s.prompt_tokens_cached,
+    ),
+    ("kv_prompt_tokens", "", {"source": "computed"}, lambda s: s.prompt_tokens_uncached),
+    (
+        "kv_evictions",
+        "Cached KV blocks given up",
+        {"tier": "device", "reason": "room"},
+        lambda s: s.kv_evictions,
+    ),
+    ("kv_evictions", "", {"tier": "device", "reason": "reset"}, lambda s: s.kv_cleared),
+)
+"""Rows of one counter stand together; the first has its help text."""
 
 
 class _EngineCollector:
@@ -69,6 +89,7 @@ class _EngineCollector:
             counter = CounterMetricFamily(self._prefix + name, help_text, labels=["model_name"])
             counter.add_metric(self._labels, read(stats))
             yield counter
+        yield from self._labelled(stats)
         found = stats.iteration_tokens
         if found is not None:
             total = 0
@@ -81,6 +102,16 @@ class _EngineCollector:
             )
             histogram.add_metric(self._labels, buckets, found.total)
             yield histogram
+
+    def _labelled(self, stats: EngineStats) -> Iterable[Metric]:
+        families: dict[str, CounterMetricFamily] = {}
+        for name, help_text, labels, read in _LABELLED:
+            family = families.setdefault(
+                name,
+                CounterMetricFamily(self._prefix + name, help_text, labels=["model_name", *labels]),
+            )
+            family.add_metric([*self._labels, *labels.values()], read(stats))
+        return families.values()
 
 
 class Metrics:
@@ -97,8 +128,6 @@ class Metrics:
         self._decode = self._histogram("request_decode_time_seconds", "Decoding", _SPAN_S)
         self._prompt = self._histogram("request_prompt_tokens", "Per request", _TOKENS)
         self._generated = self._histogram("request_generation_tokens", "Per request", _TOKENS)
-        self._looked_up = self._counter("prefix_cache_queries", "Prompt tokens looked up")
-        self._cached = self._counter("prefix_cache_hits", "Prompt tokens found in the cache")
         self._success = Counter(
             f"{prefix}request_success",
             "Choices that ended",
@@ -125,10 +154,6 @@ class Metrics:
         )
         return family.labels(self._model)
 
-    def _counter(self, name: str, help_text: str) -> Counter:
-        family = Counter(self._prefix + name, help_text, ["model_name"], registry=self._registry)
-        return family.labels(self._model)
-
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
 
@@ -140,8 +165,6 @@ class Metrics:
         self._e2e.observe(seconds)
         self._prompt.observe(usage.prompt_tokens)
         self._generated.observe(usage.completion_tokens)
-        self._looked_up.inc(usage.prompt_tokens)
-        self._cached.inc(usage.cached_tokens)
         for timing in timings:
             self._queue.observe(timing.queue_s)
             self._prefill.observe(timing.prefill_s)

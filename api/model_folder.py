@@ -1,7 +1,8 @@
 """Where a model's files lie.
 
 Owns: turning `--model` (demo, a path, a hub id) into a local path, and the start errors of doing
-so. Does not own: reading weights (lm_engine), or what the files mean. Imports no torch.
+so, in the order in which a person looks: is it there, is it a model, has it weights. Does not own:
+reading weights (lm_engine), or what the files mean. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 DEMO = "demo"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 Progress = Callable[[str, float], None]
@@ -76,22 +78,44 @@ def gguf_tokenizer(model: Path) -> Path:
 
 
 def _checked(path: Path) -> Path:
-    if path.is_dir() and not (path / "config.json").is_file():
-        files = sorted(path.glob("*.gguf"))
-        if len(files) == 1:
-            return files[0]
-        if files:
-            names = ", ".join(file.name for file in files[:5])
-            raise ModelFolderError(
-                f"{path} holds {len(files)} GGUF files; name one of them: {names}."
-            )
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelFolderError(f"{path} is a file but not .gguf. Give its folder instead.")
+        return path
+    configured = (path / "config.json").is_file()
+    if configured and _names(path, "*.safetensors"):
+        return path
+    files = _names(path, "*.gguf")
+    if len(files) == 1:
+        return path / files[0]
+    if files:
+        raise ModelFolderError(
+            f"{path} holds {len(files)} GGUF files; name one of them: {', '.join(files[:5])}."
+        )
+    if not configured:
         raise ModelFolderError(
             f"{path} holds neither config.json nor a .gguf file, so it is not a model. Give the "
             "folder that directly contains config.json."
         )
-    if path.is_file() and path.suffix != ".gguf":
-        raise ModelFolderError(f"{path} is a file but not .gguf. Give its folder instead.")
-    return path
+    raise ModelFolderError(_no_weights(path))
+
+
+def _names(folder: Path, pattern: str) -> list[str]:
+    return sorted(file.name for file in folder.glob(pattern))
+
+
+def _no_weights(folder: Path) -> str:
+    pickled = [name for suffix in _PICKLED for name in _names(folder, f"*{suffix}")]
+    if pickled:
+        return (
+            f"{folder} has only pickled weights ({', '.join(pickled[:3])}), which can run code "
+            "when they are read. Load the model with transformers somewhere safe and save it again "
+            "(save_pretrained writes safetensors)."
+        )
+    return (
+        f"{folder} has a config.json but no weights: no *.safetensors and no .gguf file. Download "
+        "the model whole, or give the folder that holds its weights."
+    )
 
 
 def _demo(progress: Progress | None) -> Path:

@@ -1,137 +1,28 @@
 """What a client may send.
 
-Owns: strict request models of every route. A field is honoured, or known and refused (see
+Owns: the request models of every route. A field is honoured, or known and refused (see
 `_refuse`), or unknown and refused; nothing is ignored in silence.
-Does not own: ranges that depend on the model (sampling.py), or the shapes of answers (answers.py).
+Does not own: conversations (messages.py), ranges that depend on the model (sampling.py), or the
+shapes of answers (answers.py).
+
+Rules over several fields raise BadRequestError themselves: pydantic lets it through, and a
+ValueError would lose the name of the field at fault.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from api.errors import UnsupportedError
+from api.errors import BadRequestError, UnsupportedError
+from api.messages import Messages, ResolutionFields, Strict
 
-MAX_MESSAGES = 4096
-MAX_PARTS = 4096
 MAX_STOP = 16
 MAX_STOP_CHARS = 256
 MAX_PROMPTS = 64
 
 _INT64 = 2**63
-
-
-class Strict(BaseModel):
-    """Unknown fields are errors, and a string is never taken for a number."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class ImageURL(Strict):
-    url: str = Field(min_length=1)
-    detail: Literal["auto", "low", "high"] = "auto"
-
-
-class ResolutionFields(Strict):
-    """The cost of an image in the user's hands: bounds on its pixels after resizing."""
-
-    min_pixels: int | None = Field(default=None, ge=1, le=2**31)
-    max_pixels: int | None = Field(default=None, ge=1, le=2**31)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> ResolutionFields:
-        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
-            raise ValueError(f"min_pixels {self.min_pixels} exceeds max_pixels {self.max_pixels}")
-        return self
-
-
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ImagePart(ResolutionFields):
-    type: Literal["image_url"]
-    image_url: ImageURL
-
-
-_UNSUPPORTED_PARTS = ("input_audio", "file", "refusal", "video_url", "image", "input_image")
-
-
-def _part_tag(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    if kind in _UNSUPPORTED_PARTS:
-        raise UnsupportedError(
-            f"Content parts of type '{kind}' are not supported; send 'text' or 'image_url'.",
-            param="messages",
-        )
-    return "@image" if kind == "image_url" else "@text"
-
-
-ContentPart = Annotated[
-    Annotated[TextPart, Tag("@text")] | Annotated[ImagePart, Tag("@image")],
-    Discriminator(_part_tag),
-]
-
-
-def _content_tag(value: Any) -> str:
-    return "@parts" if isinstance(value, list | tuple) else "@string"
-
-
-Content = Annotated[
-    Annotated[str, Tag("@string")]
-    | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS), Tag("@parts")],
-    Discriminator(_content_tag),
-]
-TextContent = Annotated[
-    Annotated[str, Tag("@string")]
-    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS), Tag("@parts")],
-    Discriminator(_content_tag),
-]
-
-
-class SystemMessage(Strict):
-    role: Literal["system", "developer"]
-    content: TextContent
-    name: str | None = Field(default=None, max_length=256)
-
-
-class UserMessage(Strict):
-    role: Literal["user"]
-    content: Content
-    name: str | None = Field(default=None, max_length=256)
-
-
-class AssistantMessage(Strict):
-    role: Literal["assistant"]
-    content: TextContent
-    name: str | None = Field(default=None, max_length=256)
-    refusal: None = None
-    audio: None = None
-    tool_calls: None = None
-    function_call: None = None
-    annotations: list[None] | None = Field(default=None, max_length=0)
-
-
-def _message_tag(value: Any) -> str:
-    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
-    if role in ("tool", "function"):
-        raise UnsupportedError(
-            f"Messages with role '{role}' are not supported; use system, user or assistant.",
-            param="messages",
-        )
-    if role == "assistant":
-        return "@assistant"
-    return "@system" if role in ("system", "developer") else "@user"
-
-
-Message = Annotated[
-    Annotated[SystemMessage, Tag("@system")]
-    | Annotated[UserMessage, Tag("@user")]
-    | Annotated[AssistantMessage, Tag("@assistant")],
-    Discriminator(_message_tag),
-]
 
 
 class TextFormat(Strict):
@@ -204,6 +95,14 @@ _CHAT_VACUOUS: dict[str, tuple[Any, ...]] = {
 }
 
 
+Label = Annotated[str | None, Field(max_length=1024)]
+"""A caller's own name for something. It is written beside the request in the log (gate.py) and
+changes nothing else; see `Generation.labels`."""
+Metadata = dict[
+    Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]
+]
+
+
 class Generation(Strict):
     """Fields that both generating routes share."""
 
@@ -219,7 +118,7 @@ class Generation(Strict):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
     seed: int | None = Field(default=None, ge=-_INT64, lt=_INT64)
     logit_bias: dict[str, float] | None = Field(default=None, max_length=1024)
-    user: str | None = Field(default=None, max_length=1024)
+    user: Label = None
     top_k: int | None = Field(default=None, ge=-1, lt=_INT64)
     min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False)
@@ -231,31 +130,43 @@ class Generation(Strict):
     return_token_ids: bool | None = None
     return_progress: bool | None = None
 
+    def labels(self) -> dict[str, Any]:
+        """What the caller wants to find the request by."""
+        return {} if self.user is None else {"user": self.user}
+
     @model_validator(mode="after")
     def _consistent(self) -> Generation:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream=true")
+            raise BadRequestError("stream_options needs stream=true.", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs cannot be streamed; set stream=false")
+            raise BadRequestError(
+                "prompt_logprobs cannot be streamed; set stream=false.", param="prompt_logprobs"
+            )
         if self.return_progress and not self.stream:
-            raise ValueError("return_progress needs stream=true")
+            raise BadRequestError("return_progress needs stream=true.", param="return_progress")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MAX_STOP:
-            raise ValueError(f"{len(stops)} stop strings; at most {MAX_STOP} are allowed")
+            raise BadRequestError(
+                f"{len(stops)} stop strings; at most {MAX_STOP} are allowed.", param="stop"
+            )
         if any(not 1 <= len(text) <= MAX_STOP_CHARS for text in stops):
-            raise ValueError(f"a stop string has 1 to {MAX_STOP_CHARS} characters")
+            raise BadRequestError(
+                f"A stop string has 1 to {MAX_STOP_CHARS} characters.", param="stop"
+            )
         return self
 
 
 class ChatRequest(Generation):
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=_INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: TextFormat | None = None
-    metadata: dict[str, str] | None = Field(default=None, max_length=16)
-    safety_identifier: str | None = Field(default=None, max_length=1024)
-    prompt_cache_key: str | None = Field(default=None, max_length=1024)
+    metadata: Metadata | None = Field(default=None, max_length=16)
+    safety_identifier: Label = None
+    prompt_cache_key: Label = None
+    """Where several servers share the work, a key that sends like prompts to the same one. This is
+    one server, which finds what prompts have in common without a key."""
     add_generation_prompt: bool = True
     chat_template_kwargs: ChatTemplateKwargs | None = None
     mm_processor_kwargs: ResolutionFields | None = None
@@ -273,14 +184,20 @@ class ChatRequest(Generation):
                 )
         return data
 
+    def labels(self) -> dict[str, Any]:
+        names = ("safety_identifier", "metadata", "prompt_cache_key")
+        own = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {**super().labels(), **own}
+
     @model_validator(mode="after")
     def _chat_consistent(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
+            raise BadRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
-            raise ValueError(
-                f"max_tokens {both[0]} and max_completion_tokens {both[1]} differ; send one"
+            raise BadRequestError(
+                f"max_tokens {both[0]} and max_completion_tokens {both[1]} differ; send one.",
+                param="max_completion_tokens",
             )
         return self
 
@@ -323,7 +240,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = Field(default=None, max_length=1024)
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -333,13 +250,17 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _one_of(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("send exactly one of prompt and messages")
+            name = "prompt" if self.prompt is None else "messages"
+            raise BadRequestError("Send exactly one of prompt and messages.", param=name)
         for name in ("chat_template_kwargs", "mm_processor_kwargs"):
             if self.messages is None and getattr(self, name) is not None:
-                raise ValueError(f"{name} needs messages")
+                raise BadRequestError(f"{name} needs messages.", param=name)
         asked = "add_special_tokens" in self.model_fields_set and self.add_special_tokens
         if self.prompt is None and asked:
-            raise ValueError("add_special_tokens needs prompt; a template writes its own")
+            raise BadRequestError(
+                "add_special_tokens needs prompt; a template writes its own.",
+                param="add_special_tokens",
+            )
         return self
 
 

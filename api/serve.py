@@ -91,7 +91,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._server = server
         self._drain_s = drain_s
-        self._drain: asyncio.Task[None] | None = None
+        self._asked_to_end = False
         self._event_loop: asyncio.AbstractEventLoop | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -99,7 +99,9 @@ class DrainingServer(uvicorn.Server):
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._drain is not None or self._event_loop is None:
+        # First of all, because the next signal may come in the middle of this.
+        again, self._asked_to_end = self._asked_to_end, True
+        if again or self._event_loop is None:
             self.force_exit = self.should_exit = True
             return
         self._drain = self._event_loop.create_task(self._drain_and_exit())
@@ -162,7 +164,8 @@ def start_processes(config: ServeConfig, model: Path) -> EngineClient:
     from lm_engine.process.messages import Supervision
 
     limits = Supervision(drain_s=config.drain_timeout_s)
-    return start(config.engine_options(str(model)), supervision=limits)
+    options = config.engine_options(str(model))
+    return start(options, supervision=limits, log_level=config.log_level)
 
 
 def run(config: ServeConfig, *, start: ClientStarter = start_processes) -> int:

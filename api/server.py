@@ -18,17 +18,12 @@ from api.auth import Keyring, read_keys
 from api.body import BodyReader
 from api.config import ServeConfig
 from api.errors import NotFoundError, OverloadedError
-from api.events import EventFeed
+from api.events import SHUTDOWN, EventFeed
 from api.frontend import Frontend, load_frontend
 from api.media import MediaLoader
 from api.metrics import Metrics
 from api.urlguard import FetchLimits, UrlFetcher
 from lm_engine.client import EngineClient, EngineStatus, ModelInfo
-from lm_engine.outputs import RequestError
-
-_SHUTDOWN = RequestError(
-    "overloaded", "The server shut down before this request ended. Send it to another replica."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +156,7 @@ class Server:
         while self.admission.requests and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         for feed in list(self._feeds):
-            feed.fail(_SHUTDOWN)
+            feed.fail(SHUTDOWN)
         grace = time.monotonic() + 1.0
         while self.admission.requests and time.monotonic() < grace:
             await asyncio.sleep(0.02)

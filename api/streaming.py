@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.answers import usage_json
-from api.errors import ApiError
-from api.events import Event
+from api.errors import ApiError, from_engine
+from api.events import SHUTDOWN, Event
 from api.generation import Run
 from api.schemas import StreamOptions
 
@@ -38,7 +38,8 @@ async def disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Owns `cleanup` from its creation on, and closes it however the response ends."""
+    """Owns `cleanup` from its creation on, and closes it however the response ends. What cancels
+    it is the end of the server: the client is told so."""
 
     def __init__(
         self,
@@ -61,23 +62,35 @@ class EventStream(Response):
         self._cleanup = cleanup
         self._options = options or StreamOptions()
         self._progress = progress
+        self._begun = False
+        self._read: dict[int, int] = {}
+        """Prompt tokens last reported, by prompt."""
         self._keepalive_s = keepalive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        shut_down = False
         async with self._cleanup:
             sender = asyncio.create_task(self._send(send))
             watcher = asyncio.create_task(disconnected(receive))
             try:
                 await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                shut_down = True
+                if not self._begun:
+                    raise
             finally:
                 watcher.cancel()
                 sender.cancel()
                 results = await asyncio.gather(sender, watcher, return_exceptions=True)
         if isinstance(results[0], Exception):
             raise results[0]
+        if shut_down:
+            await self._write(send, sse(from_engine(SHUTDOWN).body()))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self._begun = True
         try:
             while not self._run.feed.done:
                 event = await self._run.feed.next(self._keepalive_s)
@@ -95,16 +108,8 @@ class EventStream(Response):
 
     def _chunks(self, event: Event) -> Iterator[dict[str, Any]]:
         run = self._run
-        progress = event.output.prompt_progress
-        if self._progress and progress is not None:
-            elapsed = time.monotonic() - run.arrival_s
-            yield run.shape.bare_chunk(
-                prompt_progress={
-                    "processed": progress[0],
-                    "total": progress[1],
-                    "time_ms": round(elapsed * 1000),
-                }
-            )
+        if self._progress:
+            yield from self._progress_chunk(event)
         for advance in run.take(event):
             chunk = run.shape.chunk(advance.index, advance.delta, advance.before)
             if self._options.continuous_usage_stats:
@@ -112,6 +117,22 @@ class EventStream(Response):
             elif self._options.include_usage:
                 chunk["usage"] = None
             yield chunk
+
+    def _progress_chunk(self, event: Event) -> Iterator[dict[str, Any]]:
+        """How much of a prompt has been read; all of it no later than its first token."""
+        total = self._run.prompt_lengths[event.prompt]
+        progress = event.output.prompt_progress
+        processed = total if event.output.deltas else 0 if progress is None else progress[0]
+        if processed > self._read.get(event.prompt, 0):
+            self._read[event.prompt] = processed
+            elapsed = time.monotonic() - self._run.arrival_s
+            yield self._run.shape.bare_chunk(
+                prompt_progress={
+                    "processed": processed,
+                    "total": total,
+                    "time_ms": round(elapsed * 1000),
+                }
+            )
 
     def _tail(self) -> Iterator[bytes]:
         if self._options.include_usage:

@@ -26,7 +26,7 @@ from api.tokenizer import TextTokenizer
 async def tokenize(server: Server, request: Request) -> Response:
     model = server.ready_model()
     async with AsyncExitStack() as stack:
-        reserve(server, request, stack)
+        ticket = reserve(server, request, stack)
         body, payload = await server.bodies.receive(request, TokenizeRequest)
         server.check_model_name(body.model)
         if body.messages is None:
@@ -44,9 +44,7 @@ async def tokenize(server: Server, request: Request) -> Response:
                 chat_template_kwargs=body.chat_template_kwargs,
                 mm_processor_kwargs=body.mm_processor_kwargs,
             )
-            prepared = await prepare_chat(
-                server, model, as_chat, payload, request.state.tenant, stack
-            )
+            prepared = await prepare_chat(server, model, as_chat, payload, ticket, stack)
             prompt = prepared.prompts[0]
     tokenizer = model.frontend.tokenizer
     strings = (
@@ -77,10 +75,10 @@ async def render(server: Server, request: Request) -> Response:
     """A chat request as the model would get it: ids, pieces, image spans."""
     model = server.ready_model()
     async with AsyncExitStack() as stack:
-        reserve(server, request, stack)
+        ticket = reserve(server, request, stack)
         body, payload = await server.bodies.receive(request, ChatRequest)
         server.check_model_name(body.model)
-        prepared = await prepare_chat(server, model, body, payload, request.state.tenant, stack)
+        prepared = await prepare_chat(server, model, body, payload, ticket, stack)
         prompt = prepared.prompts[0]
         keys = {item.key: place for place, item in reversed(list(enumerate(prepared.media)))}
         answer = {

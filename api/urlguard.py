@@ -1,7 +1,7 @@
 """Fetching an image from an address that a client named.
 
 Owns: which hosts may be contacted (global addresses only, an optional allow-list, re-checked at
-each redirect), pinning of the checked address, and caps on bytes, time and hops.
+each redirect), pinning of the checked address, and caps on bytes, time, hops and fetches at once.
 Does not own: what the bytes are (media.py).
 
 The name is resolved once per hop; every address it resolves to must be global, and the connection
@@ -14,13 +14,15 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 from urllib.parse import urljoin
 
 import httpx
 
-from api.errors import MediaError
+from api.errors import MediaError, OverloadedError
 
 Resolver = Callable[[str, int], Awaitable[list[str]]]
 
@@ -36,6 +38,18 @@ class FetchLimits:
     timeout_s: float
     allowed_domains: tuple[str, ...] = ()
     """Empty: any public host. Otherwise the hosts that may be contacted, exactly as named."""
+    max_fetches: int = 32
+    """At once; more wait for their turn, up to `timeout_s`."""
+
+
+class Sink(Protocol):
+    """Where a fetched file goes."""
+
+    def expect(self, most_bytes: int) -> None:
+        """Once, before the first byte: this many will follow, or fewer."""
+        ...
+
+    def write(self, chunk: bytes) -> object: ...
 
 
 class _RefusedError(Exception):
@@ -79,27 +93,51 @@ class UrlFetcher:
         self._limits = limits
         self._resolver = resolver
         self._allow = allow
+        self._turns = asyncio.Semaphore(limits.max_fetches)
         # trust_env would send the request through a proxy that resolves the name again.
         self._client = httpx.AsyncClient(
             transport=transport,
             trust_env=False,
             follow_redirects=False,
             timeout=limits.timeout_s,
-            limits=httpx.Limits(max_connections=32, max_keepalive_connections=0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             headers={"user-agent": "longlens", "accept": "image/*", "accept-encoding": "identity"},
         )
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def fetch(self, url: str, write: Callable[[bytes], object], param: str) -> int:
-        """Passes the response's bytes to `write` and returns their number.
+    async def fetch(self, url: str, sink: Sink, param: str) -> int:
+        """Passes the response's bytes to `sink` and returns their number.
 
-        Raises MediaError (400) naming `param` for every refusal and failure.
+        Raises MediaError (400) naming `param` for every refusal and failure, OverloadedError (503)
+        when other fetches left no turn in time, and any ApiError that the sink raises.
         """
+        async with self._turn():
+            return await self._fetch(url, sink, param)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Waiting for other clients' slow origins is not the fault of this one's."""
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                return await self._follow(url, write)
+                await self._turns.acquire()
+        except TimeoutError:
+            raise OverloadedError(
+                f"{self._limits.max_fetches} images are being fetched, as many as this server "
+                f"fetches at once, and none ended within {self._limits.timeout_s:g} s. Try again "
+                "later, or send the image as a data: URL.",
+                retry_after_s=2,
+            ) from None
+        try:
+            yield
+        finally:
+            self._turns.release()
+
+    async def _fetch(self, url: str, sink: Sink, param: str) -> int:
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                return await self._follow(url, sink)
         except TimeoutError:
             message = f"the server did not deliver it within {self._limits.timeout_s:g} s"
         except _RefusedError as refusal:
@@ -112,7 +150,7 @@ class UrlFetcher:
             code="invalid_image_url",
         )
 
-    async def _follow(self, url: str, write: Callable[[bytes], object]) -> int:
+    async def _follow(self, url: str, sink: Sink) -> int:
         for _ in range(MAX_HOPS + 1):
             target = httpx.URL(url)
             address = await self._checked_address(target)
@@ -122,7 +160,7 @@ class UrlFetcher:
                     continue
                 if response.status_code != 200:
                     raise _RefusedError(f"its server answered {response.status_code}")
-                return await self._read(response, write)
+                return await self._read(response, sink)
         raise _RefusedError(f"it redirects more than {MAX_HOPS} times")
 
     def _open(self, target: httpx.URL, address: str) -> _Opened:
@@ -151,17 +189,20 @@ class UrlFetcher:
             raise _RefusedError("its host is not a public one")
         return addresses[0]
 
-    async def _read(self, response: httpx.Response, write: Callable[[bytes], object]) -> int:
+    async def _read(self, response: httpx.Response, sink: Sink) -> int:
         limit = self._limits.max_bytes
         declared = response.headers.get("content-length", "")
         total = 0
-        if declared.isdecimal() and int(declared) > limit:
-            raise _RefusedError(f"it has {int(declared)} bytes; at most {limit} are fetched")
+        if declared.isdecimal():
+            if int(declared) > limit:
+                raise _RefusedError(f"it has {int(declared)} bytes; at most {limit} are fetched")
+            limit = int(declared)
+        sink.expect(limit)
         async for chunk in response.aiter_raw():
             total += len(chunk)
             if total > limit:
                 raise _RefusedError(f"it has more than the {limit} bytes that are fetched")
-            write(chunk)
+            sink.write(chunk)
         if total == 0:
             raise _RefusedError("its server sent nothing")
         return total

@@ -88,7 +88,7 @@ def _observe(engine: Engine, outcome: Outcome) -> None:
     if running:
         outcome.running.append(len(running))
         outcome.held_tokens.append(sum(s.num_computed_tokens for s in running))
-        blocks = engine.scheduler.kv.pool.num_used
+        blocks = engine.stats().kv_blocks_used
         outcome.block_slots.append(blocks * engine.scheduler.kv.block_size)
 
 
@@ -157,6 +157,7 @@ def main() -> int:
         engine = Engine.load(
             EngineOptions(
                 model,
+                prefix_caching=False,
                 device="cpu",
                 max_model_len=args.context,
                 max_num_seqs=args.seats,

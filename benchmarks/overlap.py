@@ -146,7 +146,7 @@ class EncodeAlone:
     """The vision stage of the checkpoint in this process, with one thread."""
 
     def __init__(self, folder: Path) -> None:
-        options = EngineOptions(str(folder), device="cpu")
+        options = EngineOptions(str(folder), device="cpu", prefix_caching=False)
         checkpoint = open_checkpoint(options.model)
         shape = vision_shape(checkpoint, options)
         if shape is None:
@@ -343,7 +343,7 @@ def main() -> int:
         if args.model is None:
             build_checkpoint(folder)
         budget = ("--max-num-batched-tokens", str(args.budget))
-        server = servers.longlens(str(folder), 1, *budget)
+        server = servers.longlens(str(folder), 1, "--no-enable-prefix-caching", *budget)
         server.start(Path(temporary))
         # From here on this process stands behind the same things as the server's stages.
         os.nice(Supervision().niceness)

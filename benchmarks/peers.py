@@ -74,7 +74,7 @@ def interference(server: Server, seed: int) -> Result:
     results: list[Stream] = []
 
     def arrive() -> None:
-        time.sleep(4.0)
+        time.sleep(1.5)
         results.append(complete(server.port, "m", long_prompt, 2))
 
     thread = threading.Thread(target=arrive)
@@ -83,21 +83,33 @@ def interference(server: Server, seed: int) -> Result:
     streams = checked(complete_many(server.port, "m", jobs), INTERFERENCE_TOKENS)
     thread.join()
     (long,) = checked(results, 2)
-    during, alone = [], []
+    if min(stream.end_s for stream in streams) < long.arrivals_s[0]:
+        raise RuntimeError("a stream ended before the long prompt's first token")
+    during, alone, unequal = [], [], []
     for stream in streams:
-        for at, gap in zip(stream.arrivals_s[1:], stream.gaps_s, strict=True):
-            (during if long.sent_s < at <= long.arrivals_s[0] else alone).append(gap)
+        gaps = stream.gaps_s
+        for i, (at, gap) in enumerate(zip(stream.arrivals_s[1:], gaps, strict=True)):
+            if not long.sent_s < at <= long.arrivals_s[0]:
+                alone.append(gap)
+                continue
+            during.append(gap)
+            # Steps next to each other work at about one depth of the long prompt.
+            unequal.append(gap / statistics.median(gaps[max(0, i - 3) : i + 4]))
     during.sort()
+    unequal.sort()
     return {
         "8 streams + 4,000 tokens: worst gap s": during[-1],
         "8 streams + 4,000 tokens: p99 gap s": during[int(0.99 * (len(during) - 1))],
         "8 streams + 4,000 tokens: median gap s": statistics.median(during),
+        "8 streams + 4,000 tokens: p99 gap / median at its depth": unequal[
+            int(0.99 * (len(unequal) - 1))
+        ],
         "8 streams before it: median gap s": statistics.median(alone),
         "8 streams + 4,000 tokens: TTFT s": long.ttft_s,
     }
 
 
-INTERFERENCE_TOKENS = 96
+INTERFERENCE_TOKENS = 256
 WORKLOADS: dict[str, Callable[[Server, int], Result]] = {
     "prefill512": prefill(512),
     "prefill4096": prefill(4096),
@@ -110,7 +122,8 @@ WORKLOADS: dict[str, Callable[[Server, int], Result]] = {
 def choose(args: argparse.Namespace) -> list[Server]:
     chosen = [
         servers.longlens(
-            args.model, args.threads, "--max-num-batched-tokens", str(args.longlens_budget)
+            *(args.model, args.threads, "--no-enable-prefix-caching"),
+            *("--max-num-batched-tokens", str(args.longlens_budget)),
         )
     ]
     for mode in args.transformers:

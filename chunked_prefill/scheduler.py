@@ -1,12 +1,18 @@
 """Which sequences advance in the next step, and by how much.
 
-Owns: the waiting and running lists, admission to the running list, chunk sizes under the token
-budget, and preemption by recompute. Does not own: tensors, clocks, sampling or images - readiness
-arrives as a counter on the sequence. Imports no torch.
+Owns: the waiting and running lists, admission to the running list, chunk sizes under the step's
+budget, and preemption by recompute. Does not own: what a sequence need not compute (prefixes.py),
+tensors, clocks, sampling or images - readiness arrives as a counter on the sequence. Imports no
+torch.
 
 Order within a step: decodes, then running prefills, then waiting sequences. Both kinds get
 something in every step (budget.py), a sequence that cannot advance is skipped rather than waited
 for, and only a sequence that ranks below every other may lose its KV to one.
+
+A prefix is computed once: a waiting sequence whose next block a running one is about to compute is
+held back until that block is in the cache. It waits only for one that ranks before it, runs and
+can advance, so nobody waits in a circle; when that one ends, loses its KV or gets stuck, the
+waiting one goes on in its place.
 """
 
 from __future__ import annotations
@@ -14,10 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from chunked_prefill.budget import TokenBudget
+from chunked_prefill.budget import Budget
+from chunked_prefill.prefixes import Leaders, Prefixes
 from chunked_prefill.request import Request
 from chunked_prefill.sequence import Sequence
-from kv_offload.kv_manager import BlockCopy, KVManager
+from kv_offload.kv_manager import BlockCopy, BlockStore, KVManager
+from kv_offload.radix_cache import CacheKey
 
 _MAX_BYPASSES = 64
 """How often a waiting sequence that lacks KV is passed over by smaller ones before admission
@@ -48,7 +56,7 @@ class StepPlan:
 
     step: int
     chunks: tuple[ScheduledChunk, ...]
-    copies: tuple[BlockCopy, ...]
+    copies: tuple[BlockCopy | BlockStore, ...]
     preempted: tuple[Sequence, ...]
 
     @property
@@ -68,10 +76,18 @@ class NeverFits:
 class Scheduler:
     """First come, first served, within `Request.priority`."""
 
-    def __init__(self, kv: KVManager, budget: TokenBudget, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        kv: KVManager,
+        budget: Budget,
+        max_num_seqs: int,
+        cache_key: CacheKey | None = None,
+    ) -> None:
+        """`cache_key`: what all requests' KV depends on; the tenant is each request's own."""
         self.kv = kv
         self.budget = budget
         self.max_num_seqs = max_num_seqs
+        self._prefixes = Prefixes(kv, cache_key or CacheKey())
         self.step = 0
         self.num_preemptions = 0
         self._running: list[Sequence] = []
@@ -96,8 +112,12 @@ class Scheduler:
         """Whether the request's longest possible sequence exceeds the whole pool."""
         need = request.num_prompt_tokens + request.sampling.max_tokens - 1
         have = self.kv.capacity_tokens
-        if self.kv.blocks_for(need) > self.kv.pool.num_blocks:
+        if need > have:
             return NeverFits(need, have, f"shorten the prompt or max_tokens to {have} in all")
+        cold = self.kv.cold
+        if cold is not None and cold.is_large(need) and request.sampling.n > 1:
+            resident = self.kv.pool.num_blocks * self.kv.block_size
+            return NeverFits(need, resident, "ask for one choice (n=1) of a context this long")
         return None
 
     def add(self, sequence: Sequence) -> None:
@@ -110,6 +130,11 @@ class Scheduler:
         self._running.append(child)
         self._running.sort(key=_rank)
 
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a running sequence whose last step was committed; all its KV can be found."""
+        self.kv.seal(sequence.seq_id, sequence.cache_ids, sequence.num_computed_tokens)
+        self.remove(sequence)
+
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence, wherever it is, and frees its KV."""
         if sequence in self._running:
@@ -118,6 +143,13 @@ class Scheduler:
             self._waiting.remove(sequence)
         self._bypasses.pop(sequence.seq_id, None)
         self.kv.free(sequence.seq_id)
+
+    def look_up_images(self) -> None:
+        """Brings what the cache has of waiting sequences up to date, for whoever provides rows of
+        their images."""
+        for sequence in self._waiting:
+            if sequence.request.image_spans:
+                self._prefixes.look_up(sequence)
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -129,8 +161,16 @@ class Scheduler:
         decodes = [s for s in self._running if s.remaining == 1 and s.advanceable == 1]
         decodes.sort(key=lambda s: (s.last_step, _rank(s)))
         prefills = [s for s in self._running if s.remaining > 1 and s.advanceable > 0]
-        admissible = any(s.advanceable > 0 for s in self._waiting)
-        share = self.budget.split(len(decodes), bool(prefills) or admissible, self.step)
+        admissible = [s for s in self._waiting if s.advanceable > 0]
+        first = min(prefills or admissible, key=_rank, default=None)
+        if first is not None and not prefills:
+            # The depth at which it starts decides how much of it fits the step.
+            self._prefixes.look_up(first)
+        share = self.budget.split(
+            [s.num_computed_tokens for s in decodes],
+            None if first is None else first.num_computed_tokens,
+            self.step,
+        )
 
         for sequence in decodes[: share.decode_tokens]:
             self._place(draft, sequence, 1)
@@ -148,7 +188,9 @@ class Scheduler:
     def commit(self, plan: StepPlan) -> None:
         """The step was computed: its KV is valid. Call before tokens are appended."""
         for chunk in plan.chunks:
-            chunk.sequence.advance(chunk.length, plan.step)
+            sequence = chunk.sequence
+            sequence.advance(chunk.length, plan.step)
+            self.kv.commit(sequence.seq_id, sequence.cache_ids, sequence.num_computed_tokens)
 
     def _spread(self, prefills: list[Sequence], tokens: int) -> Iterator[tuple[Sequence, int]]:
         """Most of the budget to the first prefill; a quarter is kept so that the others advance
@@ -189,13 +231,18 @@ class Scheduler:
         """A waiting request takes seat and memory from running ones of a lower priority class."""
         for sequence in [s for s in self._waiting if s.advanceable > 0]:
             below = [s for s in self._running if s.request.priority > sequence.request.priority]
-            self._clear(draft, sequence, below)
+            if not below:
+                continue
+            self._prefixes.look_up(sequence)
+            if not Leaders(self.kv, self._running).hold_back(sequence):
+                self._clear(draft, sequence, below)
 
     def _unblock(self, draft: _Draft) -> None:
         """When all that runs waits for images whose rows a waiting sequence of a higher rank may
         hold, and that one waits for their KV, the circle is cut in its favour."""
         first = next((s for s in self._waiting if s.advanceable > 0), None)
         if first is not None and all(_rank(s) > _rank(first) for s in self._running):
+            self._prefixes.look_up(first)
             self._clear(draft, first, list(self._running))
             self._admit(draft, self.budget.max_num_batched_tokens)
 
@@ -211,29 +258,40 @@ class Scheduler:
 
     def _fits(self, sequence: Sequence, without: Iterable[Sequence] = ()) -> bool:
         """Whether there is a seat and room for the sequence's known tokens beside what running
-        ones still need, `without` (blocks that these share with others count as theirs)."""
-        gone = {s.seq_id: self.kv.held_blocks(s.seq_id) for s in without}
+        ones still need, `without` some of them."""
+        gone = {s.seq_id for s in without}
         stay = [s for s in self._running if s.seq_id not in gone]
         if sum(s.width for s in stay) + sequence.width > self.max_num_seqs:
             return False
         if not stay:
             return True
         promised = sum(
-            max(0, self.kv.blocks_for(s.num_tokens + 1) - self.kv.held_blocks(s.seq_id))
-            for s in stay
+            self.kv.lacking_blocks(s.seq_id, s.num_tokens + 1, s.max_tokens) for s in stay
         )
-        need = self.kv.blocks_for(sequence.num_tokens + 1)
-        return promised + need <= self.kv.pool.num_free + sum(gone.values())
+        return self.kv.can_start(
+            sequence.seq_id,
+            sequence.num_tokens + 1,
+            promised_blocks=promised,
+            without=gone,
+            reach_tokens=sequence.max_tokens,
+        )
 
     def _has_seat(self, sequence: Sequence) -> bool:
         return sum(s.width for s in self._running) + sequence.width <= self.max_num_seqs
 
     def _admit(self, draft: _Draft, tokens: int) -> None:
+        leaders = Leaders(self.kv, self._running if self._waiting else ())
         for sequence in list(self._waiting):
             if tokens <= 0:
                 return
-            if sequence.advanceable <= 0 or sequence in draft.preempted:
+            if sequence in draft.preempted:
                 # What a victim's counters say of its images holds only until it lost its KV.
+                continue
+            if leaders.hold_back(sequence):
+                # As in the step before: a long line of followers is not looked up again each time.
+                continue
+            self._prefixes.look_up(sequence)
+            if sequence.advanceable <= 0 or leaders.hold_back(sequence):
                 continue
             if not self._has_seat(sequence):
                 return
@@ -248,6 +306,7 @@ class Scheduler:
             self._waiting.remove(sequence)
             self._running.append(sequence)
             self._running.sort(key=_rank)
+            leaders.add(sequence)
             tokens -= length
 
     def check_invariants(self) -> None:
@@ -257,12 +316,16 @@ class Scheduler:
         if sum(s.width for s in self._running) > self.max_num_seqs:
             raise AssertionError("more sequences run than max_num_seqs")
         for sequence in self._waiting:
-            if self.kv.held_blocks(sequence.seq_id) or sequence.num_computed_tokens:
+            if self.kv.held_blocks(sequence.seq_id):
                 raise AssertionError(f"{sequence} waits but holds KV")
+            if sequence.num_computed_tokens != sequence.num_cached_tokens:
+                raise AssertionError(f"{sequence} waits but has computed something")
         for sequence in self._running:
-            have = self.kv.held_blocks(sequence.seq_id) * self.kv.block_size
+            have = self.kv.held_tokens(sequence.seq_id)
             if have < sequence.num_computed_tokens:
                 raise AssertionError(f"{sequence} has KV for {have} tokens only")
+            if sequence.num_computed_tokens < sequence.num_cached_tokens:
+                raise AssertionError(f"{sequence} found more than it has")
 
 
 class _Draft:
@@ -271,11 +334,11 @@ class _Draft:
     def __init__(self, kv: KVManager) -> None:
         self.kv = kv
         self.chunks: list[ScheduledChunk] = []
-        self.copies: list[BlockCopy] = []
+        self.copies: list[BlockCopy | BlockStore] = []
         self.preempted: list[Sequence] = []
         self.out_of_memory = False
         """Whether a running sequence lacked KV; nobody is admitted in such a step."""
-        self._copies_of: dict[int, tuple[BlockCopy, ...]] = {}
+        self._copies_of: dict[int, tuple[BlockCopy | BlockStore, ...]] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -284,7 +347,11 @@ class _Draft:
     def try_add(self, sequence: Sequence, length: int) -> bool:
         start = sequence.num_computed_tokens
         copies = self.kv.reserve(
-            sequence.seq_id, start, start + length, reach_tokens=sequence.max_tokens
+            sequence.seq_id,
+            start,
+            start + length,
+            reach_tokens=sequence.max_tokens,
+            known_tokens=sequence.num_tokens,
         )
         if copies is None:
             return False
@@ -300,5 +367,4 @@ class _Draft:
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:
-    """Smaller is served first: priority, then arrival, then choice."""
-    return (sequence.request.priority, sequence.order, sequence.choice)
+    return sequence.rank

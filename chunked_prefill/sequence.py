@@ -12,12 +12,14 @@ Does not own: blocks (kv_manager.py), text or sampling state (lm_engine). Import
 from __future__ import annotations
 
 from chunked_prefill.request import Request
+from kv_offload.radix_cache import image_id
 
 
 class Sequence:
     """Mutable; one owner, the language stage's loop."""
 
     __slots__ = (
+        "cache_ids",
         "choice",
         "last_step",
         "num_cached_tokens",
@@ -40,6 +42,9 @@ class Sequence:
         self.choice = choice
         """Which of the request's `n` samples this is."""
         self.token_ids: list[int] = list(request.token_ids)
+        self.cache_ids = _cache_ids(request, self.token_ids)
+        """`token_ids` with image tokens told apart by what they show: equal beginnings of two
+        sequences have equal KV. The same list for a request without images."""
         self.num_ready_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
@@ -53,11 +58,18 @@ class Sequence:
         """Another sample of the same request, at the same place."""
         child = Sequence(self.request, seq_id, self.order, choice)
         child.token_ids = list(self.token_ids)
+        images = self.cache_ids is not self.token_ids
+        child.cache_ids = list(self.cache_ids) if images else child.token_ids
         child.num_ready_tokens = self.num_ready_tokens
         child.num_computed_tokens = self.num_computed_tokens
         child.num_cached_tokens = self.num_cached_tokens
         self.width -= 1
         return child
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Smaller is served first: priority, then arrival, then choice."""
+        return (self.request.priority, self.order, self.choice)
 
     @property
     def num_tokens(self) -> int:
@@ -91,6 +103,16 @@ class Sequence:
         if self.num_ready_tokens == self.num_tokens:
             self.num_ready_tokens += 1
         self.token_ids.append(token_id)
+        if self.cache_ids is not self.token_ids:
+            self.cache_ids.append(token_id)
+
+    def found(self, num_tokens: int) -> None:
+        """The sequence waits, and the cache has KV of so many of its first tokens now. The counters
+        say so before anything is held, so that rows of images that lie before are not asked for."""
+        if num_tokens < self.num_computed_tokens and self.request.image_spans:
+            # Rows of what was found before are not there; who provides them has to look again.
+            self.num_ready_tokens = num_tokens
+        self.num_computed_tokens = self.num_cached_tokens = num_tokens
 
     def advance(self, length: int, step: int) -> None:
         """Commit: the KV of the next `length` tokens is valid."""
@@ -110,3 +132,13 @@ class Sequence:
             f"Sequence({self.request.request_id}#{self.choice}, "
             f"{self.num_computed_tokens}/{self.num_ready_tokens}/{self.num_tokens})"
         )
+
+
+def _cache_ids(request: Request, token_ids: list[int]) -> list[int]:
+    if not request.image_spans:
+        return token_ids
+    ids = list(token_ids)
+    for span in request.image_spans:
+        base = image_id(span.key, span.row_offset)
+        ids[span.offset : span.end] = range(base, base + span.length)
+    return ids

@@ -12,6 +12,8 @@ when nothing else is free. A claim never makes an allocation fail.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 _UNCLAIMED = -1
@@ -69,14 +71,14 @@ class BlockPool:
             blocks.append(cursor)
         return blocks
 
-    def share(self, blocks: list[int]) -> None:
+    def share(self, blocks: Sequence[int]) -> None:
         """One more reference on each block, all of which are in use."""
         for block in blocks:
             if self._refs[block] < 1:
                 raise ValueError(f"block {block} is free and cannot be shared")
             self._refs[block] += 1
 
-    def free(self, blocks: list[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """One reference less on each block; those without any are free again."""
         for block in blocks:
             if self._refs[block] < 1:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from kv_offload.host_memory import HostMemory
 from kv_offload.layout import KVLayout
 
 
@@ -71,6 +72,7 @@ class KVCache:
         num_blocks: int,
         device: torch.device | str,
         writer: RowWriter | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}; a cache needs at least 1")
@@ -99,6 +101,8 @@ class KVCache:
         )
         self._plan: _WritePlan | None = None
         self._writer = writer
+        self.host = host
+        """Memory of the host tier, whose superblocks may hold the beginning of a context."""
 
     @property
     def num_slots(self) -> int:

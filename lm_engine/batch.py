@@ -15,6 +15,7 @@ from torch import Tensor
 
 from chunked_prefill.scheduler import ScheduledChunk, StepPlan
 from kv_offload.kv_manager import KVManager
+from kv_offload.superblock import SUPERBLOCK_TOKENS
 from lm_engine.attention.base import AttentionBatch, SequenceSlice
 
 Runs = tuple[tuple[int, int], ...]
@@ -74,9 +75,10 @@ def build(
         sequence, first = chunk.sequence, len(token_ids)
         token_ids += sequence.token_ids[chunk.start : chunk.end]
         positions.append(_positions(chunk, mrope))
-        runs = kv.runs(sequence.seq_id)
-        slots.append(_slots(runs, kv.block_size, chunk.start, chunk.end))
-        slices.append(SequenceSlice(first, chunk.length, chunk.end, runs))
+        runs, cold = kv.runs(sequence.seq_id), kv.cold_slots(sequence.seq_id)
+        before = len(cold) * SUPERBLOCK_TOKENS
+        slots.append(_slots(runs, kv.block_size, chunk.start - before, chunk.end - before))
+        slices.append(SequenceSlice(first, chunk.length, chunk.end, runs, cold))
         for tokens, rows in _image_rows(chunk, rows_of):
             image_tokens.append(tokens + (first - chunk.start))
             image_rows.append(rows)

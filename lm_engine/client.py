@@ -68,12 +68,26 @@ class EngineStats:
     num_waiting: int = 0
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0
+    """Blocks that some request holds; unreferenced cached blocks do not count."""
+    kv_blocks_cached: int = 0
+    """Blocks that only the prefix cache holds; they are as good as free."""
     embedding_rows_total: int = 0
     embedding_rows_used: int = 0
     """Rows that some request holds; unreferenced cached rows do not count."""
     embedding_rows_cached: int = 0
     steps: int = 0
     prompt_tokens: int = 0
+    """Computed, in every pass."""
+    prompt_tokens_cached: int = 0
+    """Of the prompts begun so far, what the prefix cache had."""
+    prompt_tokens_uncached: int = 0
+    """The rest of them."""
+    prefix_cache_queries: int = 0
+    """Tokens of prompts that were looked up: all but those that ask for prompt_logprobs."""
+    kv_evictions: int = 0
+    """Cached blocks given up for room."""
+    kv_cleared: int = 0
+    """Cached blocks given up on request."""
     generation_tokens: int = 0
     preemptions: int = 0
     image_cache_queries: int = 0
@@ -114,6 +128,11 @@ class EngineClient(Protocol):
     ) -> AsyncIterator[RequestOutput]:
         """Events of the request until the one with `finished` set. Closing the iterator early
         aborts the request and frees everything it holds."""
+        ...
+
+    def reset_prefix_cache(self, tenant: str) -> bool:
+        """Requests submitted from now on find no KV that the tenant's earlier ones left. False
+        when the language stage is not there to be told."""
         ...
 
     async def close(self, *, drain_s: float) -> None:

@@ -13,6 +13,7 @@ they hold. Not thread-safe; one loop calls it.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import count
@@ -24,6 +25,7 @@ from tokenizers import Tokenizer
 from chunked_prefill.request import Request, SamplingParams
 from chunked_prefill.scheduler import ScheduledChunk, Scheduler, StepPlan
 from chunked_prefill.sequence import Sequence
+from chunked_prefill.step_time import StepLoad
 from lm_engine import batch as batches
 from lm_engine.admission import check
 from lm_engine.batch import ForwardBatch
@@ -34,7 +36,7 @@ from lm_engine.live import LiveRequest
 from lm_engine.options import EngineOptions
 from lm_engine.outputs import RequestError, RequestOutput
 from lm_engine.runner import Runner
-from lm_engine.sampler import logprobs_of, sample
+from lm_engine.sampler import logprobs_of, sample_each
 from vision_encoder.link import VisionLink
 
 if TYPE_CHECKING:
@@ -74,6 +76,8 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._orders, self._seq_ids = count(), count()
         self._prompt_tokens = self._generation_tokens = 0
+        self._cached = self._uncached = self._looked_up = 0
+        """Prompt tokens by where their KV came from, and those that the cache was asked for."""
         self._iterations = [0] * (len(_ITERATION_BOUNDS) + 1)
         self._iteration_total = 0
 
@@ -133,6 +137,10 @@ class Engine:
         if live := self._live.get(request_id):
             self._forget(live)
 
+    def reset_prefix_cache(self, tenant: str) -> None:
+        """Forgets the KV that the tenant's requests have left; those that run keep theirs."""
+        self.scheduler.kv.cache.clear(tenant)
+
     def has_work(self) -> bool:
         return bool(self._live) or (self.images is not None and self.images.busy())
 
@@ -151,21 +159,27 @@ class Engine:
         if not plan.chunks:
             return outputs
         live = {c.sequence.request.request_id: None for c in plan.chunks}
+        started = time.perf_counter()
         try:
             batch = self._build(plan)
             logits = self.runner.forward(batch, plan.copies)
             self._commit(plan)
-            self._take_tokens(batch, logits)
+            failed = self._take_tokens(batch, logits)
         except Exception:
             logger.exception("step %d failed with %d chunks", plan.step, len(plan.chunks))
             return outputs + self._fail(ImageFailure(name, INTERNAL) for name in live)
+        load = StepLoad.of((chunk.start, chunk.length) for chunk in plan.chunks)
+        self.scheduler.budget.observe(load, time.perf_counter() - started)
+        outputs += self._fail(ImageFailure(name, INTERNAL) for name in failed)
         for request_id in live:
-            outputs += self._report(self._live[request_id])
+            if request_id not in failed:
+                outputs += self._report(self._live[request_id])
         return outputs
 
     def _pump_images(self) -> list[RequestOutput]:
         if self.images is None:
             return []
+        self.scheduler.look_up_images()
         outputs = self._fail(self.images.pump(self.scheduler.in_order()))
         checked = self.images.take_checked()
         return outputs + [RequestOutput(r, media_checked=True) for r in checked]
@@ -176,11 +190,21 @@ class Engine:
             return sequence.choice == 0 and self._owner(sequence).wants_prompt_logprobs
 
         for chunk in plan.chunks:
-            self._owner(chunk.sequence).scheduled()
+            self._count_prompt(chunk.sequence)
         rows_of = self.images.arena.rows if self.images else _no_rows
         return batches.build(
             plan, self.scheduler.kv, rows_of, wants, mrope=self._mrope, device=self._device
         )
+
+    def _count_prompt(self, sequence: Sequence) -> None:
+        live = self._owner(sequence)
+        if not live.scheduled(sequence):
+            return
+        prompt = live.request.num_prompt_tokens
+        self._cached += live.cached_tokens
+        self._uncached += prompt - live.cached_tokens
+        if self.scheduler.kv.prefix_caching and live.request.sampling.prompt_logprobs is None:
+            self._looked_up += prompt
 
     def _commit(self, plan: StepPlan) -> None:
         self.scheduler.commit(plan)
@@ -193,8 +217,9 @@ class Engine:
         self._iterations[sum(tokens > bound for bound in _ITERATION_BOUNDS)] += 1
         self._iteration_total += tokens
 
-    def _take_tokens(self, batch: ForwardBatch, logits: torch.Tensor) -> None:
-        """Samples every sequence that the step brought to its end, forking first samples."""
+    def _take_tokens(self, batch: ForwardBatch, logits: torch.Tensor) -> set[str]:
+        """Samples every sequence that the step brought to its end, forking first samples. Returns
+        the requests that have no next token; the others are not touched by their fault."""
         for part in batch.prompt_rows:
             live = self._owner(part.chunk.sequence)
             targets = live.request.token_ids[part.first_target : part.first_target + part.count]
@@ -207,19 +232,26 @@ class Engine:
             for row, chunk in enumerate(batch.sampled)
             for sequence in self._forked(chunk.sequence)
         ]
+        failed: set[str] = set()
         if not samples:
-            return
+            return failed
         picked = logits[: len(batch.sampled)]
         if len(samples) != len(picked):
             picked = logits[[row for row, _ in samples]]
         params = [self._owner(sequence).row(sequence, self._eos) for _, sequence in samples]
         for (_, sequence), found_token in zip(
-            samples, sample(picked, params, self._bytes_of), strict=True
+            samples, sample_each(picked, params, self._bytes_of), strict=True
         ):
+            name = sequence.request.request_id
+            if isinstance(found_token, Exception):
+                logger.error("request %s has no next token", name, exc_info=found_token)
+                failed.add(name)
+                continue
             self._generation_tokens += 1
             if self._owner(sequence).push(sequence, found_token, self.tokenizer, self._eos):
                 self._drop_rows(sequence)
-                self.scheduler.remove(sequence)
+                self.scheduler.finish(sequence)
+        return failed
 
     def _forked(self, first: Sequence) -> list[Sequence]:
         """The sequence and, at the end of its prompt, the other samples that start from it."""
@@ -274,18 +306,24 @@ class Engine:
     # -- state --------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        pool = self.scheduler.kv.pool
+        pool, cache = self.scheduler.kv.pool, self.scheduler.kv.cache
         arena = self.images.arena.stats() if self.images else None
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             kv_blocks_total=pool.num_blocks,
-            kv_blocks_used=pool.num_used,
+            kv_blocks_used=pool.num_used - cache.num_idle,
+            kv_blocks_cached=cache.num_idle,
             embedding_rows_total=arena.rows_total if arena else 0,
             embedding_rows_used=arena.rows_used if arena else 0,
             embedding_rows_cached=arena.rows_cached if arena else 0,
             steps=self.scheduler.step,
             prompt_tokens=self._prompt_tokens,
+            prompt_tokens_cached=self._cached,
+            prompt_tokens_uncached=self._uncached,
+            prefix_cache_queries=self._looked_up,
+            kv_evictions=cache.num_evicted,
+            kv_cleared=cache.num_cleared,
             generation_tokens=self._generation_tokens,
             preemptions=self.scheduler.num_preemptions,
             image_cache_queries=arena.queries if arena else 0,
@@ -297,7 +335,7 @@ class Engine:
         )
 
     def check_invariants(self) -> None:
-        """Raises AssertionError when the parts disagree; at idle everything is free."""
+        """Raises AssertionError when the parts disagree; at idle every block is free or cached."""
         self.scheduler.check_invariants()
         if self.images is not None:
             self.images.arena.check_invariants()
@@ -305,8 +343,12 @@ class Engine:
         held = {s.seq_id for s in self.scheduler.in_order()}
         if known != held:
             raise AssertionError(f"requests own sequences {known}, the scheduler {held}")
-        if not known and self.scheduler.kv.pool.num_used:
-            raise AssertionError(f"{self.scheduler.kv.pool.num_used} blocks are used at idle")
+        kv = self.scheduler.kv
+        if not known and kv.pool.num_used != kv.cache.num_idle:
+            raise AssertionError(
+                f"at idle {kv.pool.num_free} blocks are free and {kv.cache.num_idle} cached, of "
+                f"{kv.pool.num_blocks}"
+            )
 
 
 def _no_rows(key: bytes) -> tuple[tuple[int, int], ...]:

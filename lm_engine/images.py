@@ -105,6 +105,9 @@ class ImageFeed:
         for result in self.link.poll():
             failures += self._take(result)
         line = [s for s in in_order if s.request.image_spans]
+        for sequence in line:
+            self._check_computed(sequence)
+            self.consumed(sequence)
         needing = [s for s in line if self._pending(s)]
         for place, sequence in enumerate(needing):
             try:
@@ -128,7 +131,7 @@ class ImageFeed:
             if waited and sequence.num_ready_tokens == sequence.num_tokens:
                 media = self._media[sequence.request.request_id]
                 if media.ahead_tokens is None:
-                    media.ahead_tokens = sequence.num_computed_tokens
+                    media.ahead_tokens = sequence.num_computed_tokens - sequence.num_cached_tokens
         return failures
 
     def _quarantined(self, sequence: Sequence) -> ImageFailure:
@@ -270,6 +273,14 @@ class ImageFeed:
         owners = {self._owner_of[holder] for holder in wanted}
         return [request_id for request_id in self._media if request_id in owners]
 
+    def _check_computed(self, sequence: Sequence) -> None:
+        """Images whose KV was found are sound: someone decoded the same bytes before. Their rows
+        are not asked for."""
+        media = self._media[sequence.request.request_id]
+        for span in sequence.request.image_spans if media.unchecked else ():
+            if span.end <= sequence.num_cached_tokens:
+                self._mark_checked(span.key, sequence.request.request_id)
+
     def _mark_checked(self, key: bytes, request_id: str) -> None:
         media = self._media[request_id]
         if key in media.unchecked:
@@ -280,14 +291,16 @@ class ImageFeed:
     # -- after a step -------------------------------------------------------------------------
 
     def consumed(self, sequence: Sequence) -> None:
-        """KV exists up to `num_computed_tokens`: images that lie wholly before are given back."""
+        """KV exists up to `num_computed_tokens`: images that lie wholly before are given back. For
+        a waiting sequence that is what the prefix cache has; should it lose that, they are asked
+        for again."""
         held = self._holds.get(sequence.seq_id)
         if not held:
             return
         last_end = {span.key: span.end for span in sequence.request.image_spans}
         for key in [k for k in held if last_end[k] <= sequence.num_computed_tokens]:
             held.remove(key)
-            self.arena.release(key, sequence.seq_id)
+            self._release(sequence.seq_id, key)
 
     def drop(self, sequence: Sequence) -> None:
         """The sequence ended or lost its KV: it holds nothing."""

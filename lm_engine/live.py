@@ -23,7 +23,7 @@ from lm_engine.outputs import (
     TokenLogprob,
     Usage,
 )
-from lm_engine.sampler import Sampled, SamplingRow
+from lm_engine.sampler import History, Sampled, SamplingRow
 
 
 class LiveRequest:
@@ -38,32 +38,39 @@ class LiveRequest:
         seed = request.sampling.seed
         self.seed = secrets.randbits(63) if seed is None else seed
         self.completion_tokens = 0
+        self.cached_tokens = 0
+        """Prompt tokens whose KV was there when the request began to be computed."""
         self._texts: dict[int, TextState] = {}
+        self._histories: dict[int, History] = {}
         self._scheduled_s: float | None = None
         self._prompt_logprobs: dict[int, TokenLogprob] = {}
         self._deltas: list[SequenceDelta] = []
-        self._cached_tokens: int | None = None
         self._prompt_done = False
+        self._usage_told = False
 
-    def scheduled(self) -> None:
-        if self._scheduled_s is None:
-            self._scheduled_s = time.monotonic()
+    def scheduled(self, sequence: Sequence) -> bool:
+        """A chunk of the sequence is computed now; True for the request's first one. What the
+        prefix cache had is settled then: KV found after a preemption was computed for this request.
+        """
+        if self._scheduled_s is not None:
+            return False
+        self._scheduled_s = time.monotonic()
+        self.cached_tokens = sequence.num_cached_tokens
+        return True
 
     # -- sampling -----------------------------------------------------------------------------
 
     def row(self, sequence: Sequence, eos_ids: frozenset[int]) -> SamplingRow:
         params = self.request.sampling
-        prompt = self.request.num_prompt_tokens
         banned: tuple[int, ...] = ()
         if sequence.num_output_tokens < params.min_tokens:
             banned = (*params.stop_token_ids, *(() if params.ignore_eos else eos_ids))
+        history = self._histories.get(sequence.choice)
+        if history is None:
+            history = History(sequence.token_ids, self.request.num_prompt_tokens)
+            self._histories[sequence.choice] = history
         return SamplingRow(
-            params,
-            self.seed,
-            sequence.choice,
-            self.request.token_ids,
-            tuple(sequence.token_ids[prompt:]),
-            banned,
+            params, self.seed, sequence.choice, self.request.token_ids, history, banned
         )
 
     def push(
@@ -72,7 +79,6 @@ class LiveRequest:
         """Appends a sampled token to its choice; True when that ends the choice."""
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
-            self._cached_tokens = sequence.num_cached_tokens
         text = self._texts.get(sequence.choice)
         if text is None:
             text = self._texts[sequence.choice] = TextState(tokenizer, self.request.sampling)
@@ -92,6 +98,7 @@ class LiveRequest:
         if advance.finish_reason is None:
             return False
         del self.sequences[sequence.choice]
+        self._histories.pop(sequence.choice, None)
         return True
 
     # -- prompt log-probabilities -------------------------------------------------------------
@@ -123,12 +130,14 @@ class LiveRequest:
             targets = range(request.num_prompt_tokens)
             prompt_logprobs = tuple(self._prompt_logprobs.get(t) for t in targets)
         finished = not self.sequences
+        tell_usage = finished or not self._usage_told
+        self._usage_told = True
         return RequestOutput(
             request.request_id,
             deltas=deltas,
             prompt_logprobs=prompt_logprobs,
             finished=finished,
-            usage=self.usage() if finished else None,
+            usage=self.usage() if tell_usage else None,
             timing=self.timing(images) if finished else None,
         )
 
@@ -146,7 +155,7 @@ class LiveRequest:
         return Usage(
             prompt_tokens=self.request.num_prompt_tokens,
             completion_tokens=self.completion_tokens,
-            cached_tokens=self._cached_tokens or 0,
+            cached_tokens=self.cached_tokens,
             image_tokens=sum(span.length for span in self.request.image_spans),
         )
 

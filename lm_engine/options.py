@@ -23,9 +23,17 @@ class EngineOptions:
     """None: the model's own limit, or what the KV memory holds if that is less."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    tpot_slo_s: float | None = None
+    """Promised time per output token, which a step that also prefills is kept under; 0: none, the
+    token budget alone; None: 0.2 on the CPU, 0.05 elsewhere."""
     block_size: int = 16
+    prefix_caching: bool = True
+    """Whether a prompt that begins as an earlier one of its tenant starts from that one's KV."""
     kv_memory_bytes: int | None = None
     """Hard limit of the device's KV pool; None takes a share of what is free."""
+    host_kv_bytes: int | None = None
+    """Memory of the host tier, which holds the beginnings of contexts that the pool cannot hold;
+    None: no such tier."""
     embedding_rows: int | None = None
     """Rows of the embedding arena; None takes 8192, or the largest image if that is more."""
     threads: int | None = None

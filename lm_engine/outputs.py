@@ -74,7 +74,7 @@ class RequestOutput:
     """One event of a request: some of its choices advanced, or its media were checked.
 
     The last event of a request has `finished` set and carries usage and timing; after a failure
-    it carries `error` as well.
+    it carries `error` as well. The one with its first tokens carries the usage so far.
     """
 
     request_id: str

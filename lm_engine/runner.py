@@ -12,8 +12,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from kv_offload.copies import TierCopies
 from kv_offload.kv_cache import KVCache
-from kv_offload.kv_manager import BlockCopy
+from kv_offload.kv_manager import BlockCopy, BlockStore
 from lm_engine.attention.base import AttentionBackend
 from lm_engine.batch import ForwardBatch
 from lm_engine.models.decoder import Decoder, Deepstack
@@ -36,12 +37,17 @@ class Runner:
         self.cache = cache
         self.attention = attention
         self.embeddings = embeddings
+        self.tiers = None if cache.host is None else TierCopies(cache, cache.host)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, copies: Iterable[BlockCopy] = ()) -> Tensor:
+    def forward(self, batch: ForwardBatch, copies: Iterable[BlockCopy | BlockStore] = ()) -> Tensor:
         """Writes the KV of every token of the batch and returns [R, vocab] float32 logits."""
         for copy in copies:
-            self.cache.copy_blocks([copy.source], [copy.target])
+            if isinstance(copy, BlockStore):
+                assert self.tiers is not None
+                self.tiers.store(copy.blocks, copy.slot).run()
+            else:
+                self.cache.copy_blocks([copy.source], [copy.target])
         hidden = self.decoder.embed(batch.token_ids)
         deepstack = self._place_images(hidden, batch)
         config = self.decoder.config

@@ -1,7 +1,8 @@
 """From logits to the next token of each row.
 
-Owns: penalties, biases, truncation, the draw, and log-probabilities. Does not own: when a sequence
-ends (finish.py) or which rows are sampled (batch.py).
+Owns: penalties, biases, truncation, the draw, log-probabilities, and the verdict that a row cannot
+be sampled, which touches no other row. Does not own: when a sequence ends (finish.py), which rows
+are sampled (batch.py), or what becomes of a request whose row failed (engine.py).
 
 A draw depends on (seed, choice, position) alone - one uniform number from a counter-based hash,
 used by inverting the cumulative distribution - so a seeded answer is the same in any batch, after
@@ -10,9 +11,10 @@ a preemption, and on any number of threads.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -24,6 +26,53 @@ _TOPK_FIRST = 1024
 """Nucleus sampling sorts this many candidates first, and the vocabulary only if they fall short."""
 
 
+class History(Sequence[int]):
+    """The generated ids of one choice: a view of its token list, and counts that grow with it.
+
+    A choice keeps one History for its life and hands it to every row, so that a token costs the
+    same after 100,000 others as after one. `token_ids` (the prompt, then what was generated) is
+    shared, not copied, and only ever appended to.
+    """
+
+    __slots__ = ("_counted", "_first", "_seen", "_times", "_token_ids")
+
+    def __init__(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        self._token_ids = token_ids
+        self._first = num_prompt_tokens
+        self._counted = 0
+        self._seen: Tensor | None = None
+        self._times: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self._token_ids) - self._first
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            return self._token_ids[self._first :][index]
+        place = range(self._first, len(self._token_ids))[index]
+        return self._token_ids[place]
+
+    def counts(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """(ids that occur in prompt or output, [V] bool; how often each was generated, [V]), of
+        the dtype and device of `like` [V]. Valid until the next call; not to be modified."""
+        if self._seen is None or self._times is None:
+            self._seen = torch.zeros_like(like, dtype=torch.bool)
+            self._times = torch.zeros_like(like)
+        assert self._counted <= len(self._token_ids), "tokens were taken back"
+        fresh = torch.tensor(self._token_ids[self._counted :], dtype=torch.long, device=like.device)
+        generated = fresh[max(0, self._first - self._counted) :]
+        self._counted = len(self._token_ids)
+        self._seen[fresh] = True
+        self._times.index_add_(0, generated, torch.ones_like(generated, dtype=like.dtype))
+        return self._seen, self._times
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
     """What the sampler needs to know about one row of logits."""
@@ -31,8 +80,9 @@ class SamplingRow:
     params: SamplingParams
     seed: int
     choice: int
-    prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    """Generated so far. A History is read without a copy; any other sequence is counted anew."""
     banned_ids: tuple[int, ...] = ()
     """Ids that would end the sequence while min_tokens is not reached."""
 
@@ -43,25 +93,64 @@ class Sampled:
     logprob: TokenLogprob | None
 
 
+class SamplingError(Exception):
+    """A row has no next token: its logits are no numbers, or nothing may follow."""
+
+
 def sample(
     logits: Tensor, rows: list[SamplingRow], token_bytes: Callable[[int], bytes]
 ) -> list[Sampled]:
-    """One token per row.
+    """`sample_each` for callers that need every row: raises the first row's fault."""
+    found = []
+    for one in sample_each(logits, rows, token_bytes):
+        if isinstance(one, Exception):
+            raise one
+        found.append(one)
+    return found
+
+
+def sample_each(
+    logits: Tensor, rows: list[SamplingRow], token_bytes: Callable[[int], bytes]
+) -> list[Sampled | Exception]:
+    """One token per row, or what went wrong in that row alone.
 
     logits: [R, V] float32; not modified. Log-probabilities are those of the unmodified logits, the
     ones that the model gives, before temperature and penalties.
     """
-    if all(_plain_greedy(row) for row in rows):
-        ids = logits.argmax(dim=-1).tolist()
-    else:
-        ids = [_sample_row(logits[i], row) for i, row in enumerate(rows)]
-    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    reports: dict[int, TokenLogprob] = {}
-    if wanted:
-        tops = [rows[i].params.logprobs or 0 for i in wanted]
-        found = logprobs_of(logits[wanted], [ids[i] for i in wanted], tops, token_bytes)
-        reports = dict(zip(wanted, found, strict=True))
-    return [Sampled(token_id, reports.get(i)) for i, token_id in enumerate(ids)]
+    best, best_ids = logits.max(dim=-1)
+    found: list[int | Exception] = []
+    for i, (top, token_id) in enumerate(zip(best.tolist(), best_ids.tolist(), strict=True)):
+        row = rows[i]
+        try:
+            if not math.isfinite(top):
+                raise SamplingError(f"the largest logit is {top}")
+            found.append(token_id if _plain_greedy(row) else _sample_row(logits[i], row))
+        except Exception as fault:
+            found.append(fault)
+    reports = _reports(logits, rows, found, token_bytes)
+    return [
+        one if isinstance(one, Exception) else Sampled(one, reports.get(i))
+        for i, one in enumerate(found)
+    ]
+
+
+def _reports(
+    logits: Tensor,
+    rows: list[SamplingRow],
+    found: list[int | Exception],
+    token_bytes: Callable[[int], bytes],
+) -> dict[int, TokenLogprob]:
+    """Log-probabilities by row, for sound rows that ask for them."""
+    ids = {
+        i: one
+        for i, one in enumerate(found)
+        if not isinstance(one, Exception) and rows[i].params.logprobs is not None
+    }
+    if not ids:
+        return {}
+    tops = [rows[i].params.logprobs or 0 for i in ids]
+    reports = logprobs_of(logits[list(ids)], list(ids.values()), tops, token_bytes)
+    return dict(zip(ids, reports, strict=True))
 
 
 def logprobs_of(
@@ -95,11 +184,13 @@ def _plain_greedy(row: SamplingRow) -> bool:
 
 
 def _modifies(params: SamplingParams) -> bool:
+    return bool(params.logit_bias or _counts(params))
+
+
+def _counts(params: SamplingParams) -> bool:
+    """Whether earlier tokens matter."""
     return bool(
-        params.logit_bias
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
+        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
     )
 
 
@@ -107,6 +198,8 @@ def _sample_row(logits: Tensor, row: SamplingRow) -> int:
     params = row.params
     if _modifies(params) or row.banned_ids:
         logits = _modified(logits, row)
+        if not math.isfinite(top := float(logits.max())):
+            raise SamplingError(f"the largest logit after penalties and bans is {top}")
     if params.greedy:
         return int(logits.argmax())
     position = len(row.output_ids)
@@ -119,16 +212,15 @@ def _modified(logits: Tensor, row: SamplingRow) -> Tensor:
     bans."""
     params = row.params
     logits = logits.clone()
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*row.prompt_ids, *row.output_ids}), device=logits.device)
-        values = logits[seen]
-        factor = params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / factor, values * factor)
-    if (params.presence_penalty or params.frequency_penalty) and row.output_ids:
-        counts = Counter(row.output_ids)
-        ids = torch.tensor(list(counts), device=logits.device)
-        times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
-        logits[ids] -= params.presence_penalty + params.frequency_penalty * times
+    if _counts(params):
+        history = row.output_ids
+        if not isinstance(history, History):
+            history = History([*row.prompt_ids, *row.output_ids], len(row.prompt_ids))
+        seen, times = history.counts(logits)
+        if (factor := params.repetition_penalty) != 1.0:
+            penalised = torch.where(logits > 0, logits / factor, logits * factor)
+            logits = torch.where(seen, penalised, logits)
+        logits -= params.presence_penalty * (times > 0) + params.frequency_penalty * times
     for token_id, bias in params.logit_bias:
         logits[token_id] += bias
     if row.banned_ids:

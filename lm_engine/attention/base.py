@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from kv_offload.kv_cache import KVCache
+from kv_offload.superblock import SUPERBLOCK_TOKENS
 
 DEFAULT_SPLIT_TOKENS = 2048
 """Canonical splits begin at multiples of this many tokens (DESIGN idea 4)."""
@@ -31,6 +32,8 @@ class SequenceSlice:
     """Tokens whose KV is in the cache once this step has written its own."""
     runs: tuple[tuple[int, int], ...]
     """The block table as stretches of consecutive blocks: (first block, blocks), in order."""
+    cold: tuple[int, ...] = ()
+    """Host slots of the superblocks that hold the context's beginning; `runs` hold the rest."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.query_len <= self.context_len:
@@ -89,6 +92,17 @@ class AttentionBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive positions in consecutive slots of one memory."""
+
+    slot: int
+    """First slot: of the cache, or counted from the start of host superblock `host`."""
+    length: int
+    host: int | None = None
+    """Host slot of the superblock, None in the device's cache."""
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Keys of one sequence within one canonical split: consecutive positions, in one or several
     stretches of consecutive slots."""
@@ -96,8 +110,8 @@ class Piece:
     start: int
     """Position of the first key."""
     length: int
-    stretches: tuple[tuple[int, int], ...]
-    """(first slot, slots), in order of position; their slots add up to `length`."""
+    stretches: tuple[Stretch, ...]
+    """In order of position; their lengths add up to `length`."""
 
     @property
     def end(self) -> int:
@@ -105,23 +119,29 @@ class Piece:
 
 
 def stretches(
-    runs: tuple[tuple[int, int], ...], block_size: int, start: int, end: int
-) -> tuple[tuple[int, int], ...]:
-    """Slots of the positions [start, end) as (first slot, slots), neighbours joined.
+    sequence: SequenceSlice, block_size: int, start: int, end: int
+) -> tuple[Stretch, ...]:
+    """Where the KV of positions [start, end) lies, neighbours joined.
 
     Raises ValueError when the block table ends before `end`.
     """
-    found: list[tuple[int, int]] = []
-    position = 0
-    for first_block, num_blocks in runs:
+    found: list[Stretch] = []
+    for index, host in enumerate(sequence.cold):
+        position = index * SUPERBLOCK_TOKENS
+        low, high = max(start, position), min(end, position + SUPERBLOCK_TOKENS)
+        if low < high:
+            found.append(Stretch(low - position, high - low, host))
+    position = len(sequence.cold) * SUPERBLOCK_TOKENS
+    for first_block, num_blocks in sequence.runs:
         size = num_blocks * block_size
         low, high = max(start, position), min(end, position + size)
         if low < high:
             slot = first_block * block_size + low - position
-            if found and found[-1][0] + found[-1][1] == slot:
-                found[-1] = (found[-1][0], found[-1][1] + high - low)
+            last = found[-1] if found else None
+            if last is not None and last.host is None and last.slot + last.length == slot:
+                found[-1] = Stretch(last.slot, last.length + high - low)
             else:
-                found.append((slot, high - low))
+                found.append(Stretch(slot, high - low))
         position += size
         if position >= end:
             break
@@ -139,5 +159,29 @@ def pieces(
     """Cut the positions [start, end) of a sequence at multiples of `split`, in order."""
     while start < end:
         stop = min(end, (start // split + 1) * split)
-        yield Piece(start, stop - start, stretches(sequence.runs, block_size, start, stop))
+        yield Piece(start, stop - start, stretches(sequence, block_size, start, stop))
         start = stop
+
+
+def gather(
+    layer: int, where: tuple[Stretch, ...], cache: KVCache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [Hkv, n, d] of the stretches in order: a view if they are one, else a copy.
+    Raises ValueError for a cold stretch when the cache has no host memory."""
+    parts = [_part(layer, stretch, cache) for stretch in where]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([k for k, _ in parts], dim=1), torch.cat([v for _, v in parts], dim=1)
+
+
+def _part(layer: int, stretch: Stretch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+    end = stretch.slot + stretch.length
+    if stretch.host is None:
+        return cache.keys[layer][:, stretch.slot : end], cache.values[layer][:, stretch.slot : end]
+    if cache.host is None:
+        raise ValueError(f"host superblock {stretch.host} is named, but the cache has no host tier")
+    keys, values = cache.host.keys(stretch.host, layer), cache.host.values(stretch.host, layer)
+    return (
+        keys[:, stretch.slot : end].to(cache.device),
+        values[:, stretch.slot : end].to(cache.device),
+    )

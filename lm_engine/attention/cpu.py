@@ -156,8 +156,10 @@ def _lone_row(sequence: SequenceSlice, cache: KVCache, window: int | None) -> Ra
     start = 0 if window is None else max(0, end - window)
     if end - start > _LONGEST_RAGGED_KEYS or not fits(end - start, cache):
         return None
-    where = stretches(sequence.runs, cache.layout.block_size, start, end)
-    return RaggedKeys(sequence.query_start, where)
+    where = stretches(sequence, cache.layout.block_size, start, end)
+    if any(stretch.host is not None for stretch in where):
+        return None
+    return RaggedKeys(sequence.query_start, tuple((s.slot, s.length) for s in where))
 
 
 def _suits_flash(only: RaggedKeys) -> bool:

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from kv_offload.kv_cache import KVCache
-from lm_engine.attention.base import SequenceSlice, pieces, stretches
+from lm_engine.attention.base import SequenceSlice, Stretch, gather, pieces, stretches
 from lm_engine.attention.merge import merge_into
 
 _MOST_ROWS = 256
@@ -68,17 +68,14 @@ class Part:
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
     """Per layer [1, Hkv, n, d] views, when the part's slots are consecutive; else empty."""
-    stretches: tuple[tuple[int, int], ...]
+    stretches: tuple[Stretch, ...]
 
     def load(self, layer: int, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [1, Hkv, n, d]: views, or a copy if the slots are scattered."""
         if self.keys:
             return self.keys[layer], self.values[layer]
-        k, v = cache.keys[layer], cache.values[layer]
-        return (
-            torch.cat([k[:, s : s + n] for s, n in self.stretches], dim=1).unsqueeze(0),
-            torch.cat([v[:, s : s + n] for s, n in self.stretches], dim=1).unsqueeze(0),
-        )
+        k, v = gather(layer, self.stretches, cache)
+        return k.unsqueeze(0), v.unsqueeze(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +119,14 @@ def _plan_group(group: SequenceSlice, cache: KVCache, split: int, window: int | 
 
     def part(
         num_rows: int,
-        where: tuple[tuple[int, int], ...],
+        where: tuple[Stretch, ...],
         causal: bool = False,
         mask: torch.Tensor | None = None,
     ) -> Part:
-        keys, values = cache.layer_views(*where[0]) if len(where) == 1 else ((), ())
+        keys: tuple[torch.Tensor, ...] = ()
+        values: tuple[torch.Tensor, ...] = ()
+        if len(where) == 1 and where[0].host is None:
+            keys, values = cache.layer_views(where[0].slot, where[0].length)
         return Part(group.query_start, num_rows, causal, mask, keys, values, where)
 
     # A lone row sees its whole range, itself included: no diagonal.
@@ -136,7 +136,7 @@ def _plan_group(group: SequenceSlice, cache: KVCache, split: int, window: int | 
     parts: list[Part] = []
     if rows > 1:
         narrow = None if reach >= rows else _window_mask(start, rows, start, end, reach, cache)
-        where = stretches(group.runs, block_size, start, end)
+        where = stretches(group, block_size, start, end)
         parts.append(part(rows, where, causal=narrow is None, mask=narrow))
     for piece in pieces(group, block_size, split, full_start, full_end):
         parts.append(part(rows, piece.stretches))

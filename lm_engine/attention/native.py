@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kv_offload.kv_cache import KVCache
-from lm_engine.attention.base import AttentionBatch, SequenceSlice, stretches
+from lm_engine.attention.base import AttentionBatch, SequenceSlice, Stretch, stretches
 
 LANES = 64
 """Most lanes of a task (`LANES` of attention.cpp)."""
@@ -39,12 +39,39 @@ class _Call(ctypes.Structure):
     """`Call` of attention.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "out", "lse", "partials")),
-        *((name, ctypes.c_void_p) for name in ("sequences", "pieces", "tasks")),
-        *((n, ctypes.c_long) for n in ("q_row", "q_head", "head_stride", "window", "num_tasks")),
-        *((name, ctypes.c_int) for name in ("kv_heads", "group", "dim")),
+        *((name, ctypes.c_void_p) for name in ("q", "out", "lse", "partials")),
+        *((name, ctypes.c_void_p) for name in ("sequences", "pieces", "tasks", "regions")),
+        *((name, ctypes.c_long) for name in ("q_row", "q_head", "window", "num_tasks")),
+        *((name, ctypes.c_int) for name in ("kv_heads", "group", "dim", "layer")),
         ("scale", ctypes.c_float),
     )
+
+
+_DEVICE, _HOST = 0, 1
+"""Regions, in their order in `_regions`."""
+
+
+def _regions(cache: KVCache) -> np.ndarray:
+    """int64 [2, 4], `Region` of attention.cpp: address, and the strides in floats of a layer, from
+    a key to its value, and of a head."""
+    layers, halves, heads, *_ = cache.storage.stride()
+    rows = [(cache.storage.data_ptr(), layers, halves, heads), (0, 0, 0, 0)]
+    if cache.host is not None:
+        superblocks = cache.host.superblocks
+        _, layers, halves, heads, *_ = superblocks.stride()
+        rows[_HOST] = (superblocks.data_ptr(), layers, halves, heads)
+    return np.array(rows, dtype=np.int64)
+
+
+def _piece(position: int, stretch: Stretch, cache: KVCache) -> tuple[int, int, int, int]:
+    """A row of `pieces`: position, offset in floats, length, region."""
+    offset = stretch.slot * cache.layout.head_dim
+    if stretch.host is None:
+        return position, offset, stretch.length, _DEVICE
+    if cache.host is None:
+        raise ValueError(f"host superblock {stretch.host} is named, but the cache has no host tier")
+    offset += stretch.host * cache.host.superblocks.stride(0)
+    return position, offset, stretch.length, _HOST
 
 
 @dataclass(slots=True, eq=False)
@@ -88,12 +115,10 @@ class NativeAttention:
         plan = self._plan(batch, cache, q.shape[1], window)
         out = torch.empty(q.shape, dtype=torch.float32)
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
-        keys, values = cache.keys[layer], cache.values[layer]
         call = plan.call
         call.q, call.out, call.lse = q.data_ptr(), out.data_ptr(), lse.data_ptr()
-        call.keys, call.values = keys.data_ptr(), values.data_ptr()
         call.q_row, call.q_head = q.stride(0), q.stride(1)
-        call.head_stride, call.scale = keys.stride(0), scale
+        call.layer, call.scale = layer, scale
         threads, address = torch.get_num_threads(), ctypes.addressof(call)
         self._attend(address, threads)
         if len(plan.merges):
@@ -151,16 +176,16 @@ def _prepare(batch: AttentionBatch, cache: KVCache, num_heads: int, window: int 
     layout = cache.layout
     group = num_heads // layout.num_kv_heads
     sequences: list[tuple[int, ...]] = []
-    pieces: list[tuple[int, int, int]] = []
+    pieces: list[tuple[int, int, int, int]] = []
     tasks: list[tuple[int, ...]] = []
     merges: list[tuple[int, ...]] = []
     num_partials = 0
     for index, piece in enumerate(batch.sequences):
         first_piece = len(pieces)
         position = 0
-        for slot, length in stretches(piece.runs, layout.block_size, 0, piece.context_len):
-            pieces.append((position, slot, length))
-            position += length
+        for stretch in stretches(piece, layout.block_size, 0, piece.context_len):
+            pieces.append(_piece(position, stretch, cache))
+            position += stretch.length
         sequences.append(
             (
                 piece.query_start,
@@ -184,12 +209,14 @@ def _prepare(batch: AttentionBatch, cache: KVCache, num_heads: int, window: int 
     # The longest first, so that no thread is left alone with one at the end.
     tasks.sort(key=lambda task: (task[4] - task[5]) * task[3])
     arrays = tuple(np.array(rows, dtype=np.int64) for rows in (sequences, pieces, tasks))
+    arrays += (_regions(cache),)
     partials = torch.empty(num_partials, layout.head_dim + 2)
     call = _Call(
         partials=partials.data_ptr(),
         sequences=arrays[0].ctypes.data,
         pieces=arrays[1].ctypes.data,
         tasks=arrays[2].ctypes.data,
+        regions=arrays[3].ctypes.data,
         num_tasks=len(tasks),
         window=window or 0,
         kv_heads=layout.num_kv_heads,

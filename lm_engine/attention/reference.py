@@ -13,6 +13,7 @@ from lm_engine.attention.base import (
     DEFAULT_SPLIT_TOKENS,
     AttentionBatch,
     SequenceSlice,
+    gather,
     pieces,
 )
 from lm_engine.attention.merge import merge
@@ -55,14 +56,12 @@ class ReferenceAttention:
         positions = torch.arange(end - sequence.query_len, end, device=q.device)
         outs, lses = [], []
         for piece in pieces(sequence, cache.layout.block_size, self.split_tokens, 0, end):
-            slots = torch.cat([torch.arange(s, s + n, device=q.device) for s, n in piece.stretches])
+            keys, values = gather(layer, piece.stretches, cache)
             keys_at = torch.arange(piece.start, piece.end, device=q.device)
             visible = keys_at <= positions[:, None]
             if window is not None:
                 visible &= keys_at > positions[:, None] - window
-            part = attend_dense(
-                q, cache.keys[layer][:, slots], cache.values[layer][:, slots], visible, scale
-            )
+            part = attend_dense(q, keys, values, visible, scale)
             outs.append(part[0])
             lses.append(part[1])
         return merge(outs, lses)

@@ -69,7 +69,8 @@ def open_checkpoint(model: str | Path, *, revision: str | None = None) -> Checkp
             f"{model} does not exist. Give a folder with config.json and safetensors weights, a "
             ".gguf file, or a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct."
         )
-    if path.is_dir() and not (path / "config.json").exists():
+    whole = (path / "config.json").exists() and any(path.glob("*.safetensors"))
+    if path.is_dir() and not whole:
         ggufs = sorted(path.glob("*.gguf"))
         if len(ggufs) > 1:
             raise ModelNotFoundError(

@@ -1,40 +1,21 @@
 """What a decoder is, by flags: sizes, norms, biases, windows, rope.
 
-Owns: DecoderConfig and RopeConfig, and their reading from a Hugging Face config.json (a text
-model's, or a vision-language model's with the text part nested or flat), with the defaults of the
-Hugging Face classes where keys are missing.
-Does not own: tensors (decoder.py, rope.py), files (loader.py), vision configuration. Imports no
-torch.
+Owns: DecoderConfig and its reading from a Hugging Face config.json (a text model's, or a
+vision-language model's with the text part nested or flat), with the defaults of the Hugging Face
+classes where keys are missing.
+Does not own: rope (rope_config.py), tensors (decoder.py, rope.py), files (loader.py), vision
+configuration. Imports no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from lm_engine.models.errors import UnsupportedModelError
 from lm_engine.models.families import ABSENT_TEXT, FAMILIES, TEXT_OF, Family, Json
+from lm_engine.models.rope_config import RopeConfig, reach, read_rope
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
-RopeKind = Literal["default", "linear", "llama3", "divided"]
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """How positions become angles: angle[p, i] = p[axis of i] * frequency[i], i < head_dim / 2,
-    frequency[i] = theta ** (-2i / head_dim), then changed as `kind` says."""
-
-    theta: float
-    kind: RopeKind = "default"
-    """linear: all frequencies / factor. llama3: the long wavelengths / factor, the middle ones
-    blended (Llama 3.1). divided: frequency[i] / divisors[i], as GGUF files state it."""
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_positions: int = 0
-    divisors: tuple[float, ...] = ()
-    axes: tuple[int, ...] | None = None
-    """M-RoPE: which of the positions (t, h, w) = 0, 1, 2 drives frequency i. None: one axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +34,7 @@ class DecoderConfig:
     head_dim: int
     norm_eps: float
     max_positions: int
+    """Positions that the model was made for, its rope's stretching included."""
     rope: RopeConfig
     windows: tuple[int | None, ...]
     """Keys that a query of this layer sees, itself included: key j for query i iff
@@ -69,6 +51,8 @@ class DecoderConfig:
     """Whether the head is the token table."""
     num_deepstack: int = 0
     """Layers whose output receives further image embeddings (Qwen3-VL); layers 0..n-1."""
+    fused: bool = False
+    """Whether checkpoints store q, k and v as one tensor, and gate and up as another (Phi-3)."""
 
     @property
     def scale(self) -> float:
@@ -85,6 +69,23 @@ class DecoderConfig:
         layer += qkv_rows * self.qkv_bias + d * self.o_bias + (2 * inner + d) * self.mlp_bias
         layer += 2 * self.head_dim * self.qk_norm
         return layer * self.num_layers + d + self.vocab_size * d * (1 if self.tied else 2)
+
+    @property
+    def most_positions(self) -> int:
+        """Longest context that may be asked for. A linear rope divides positions, so that its
+        factor allows more than max_position_embeddings, which some files count already."""
+        if self.rope.kind == "linear":
+            return int(max(1.0, self.rope.factor) * self.max_positions)
+        return self.max_positions
+
+    def for_context(self, max_model_len: int) -> DecoderConfig:
+        """With the rope of a server whose contexts may become so long."""
+        return replace(self, rope=self.rope.for_context(max_model_len))
+
+    @property
+    def rope_fingerprint(self) -> bytes:
+        """32 bytes of everything about positions that cached keys depend on."""
+        return self.rope.fingerprint(self.head_dim, self.rope_layers)
 
     @classmethod
     def from_hf(cls, config: Json) -> DecoderConfig:
@@ -110,6 +111,7 @@ class DecoderConfig:
         vision = config.get("vision_config") or {}
         deepstack = vision.get("deepstack_visual_indexes", (8, 16, 24)) if family.deepstack else ()
         biased = bool(values.get("attention_bias", False)) if family.reads_bias else False
+        rope = read_rope(values, family, head_dim)
         return cls(
             architecture=text_type,
             vocab_size=int(values["vocab_size"]),
@@ -120,8 +122,8 @@ class DecoderConfig:
             num_kv_heads=int(values.get("num_key_value_heads", heads)),
             head_dim=head_dim,
             norm_eps=float(values["rms_norm_eps"]),
-            max_positions=int(values["max_position_embeddings"]),
-            rope=_rope(values, family, head_dim),
+            max_positions=reach(rope, int(values["max_position_embeddings"])),
+            rope=rope,
             windows=_windows(text, values, family, layers),
             rope_layers=_rope_layers(values, family, layers),
             activation=_activation(values),
@@ -131,6 +133,7 @@ class DecoderConfig:
             qk_norm=family.qk_norm,
             tied=bool(config.get("tie_word_embeddings") or values.get("tie_word_embeddings")),
             num_deepstack=len(deepstack),
+            fused=family.fused,
         )
 
 
@@ -196,59 +199,4 @@ def _rope_layers(values: Json, family: Family, layers: int) -> tuple[bool, ...]:
     return tuple(bool(flag) for flag in flags[:layers])
 
 
-def _rope(values: Json, family: Family, head_dim: int) -> RopeConfig:
-    found = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = float(found.get("rope_theta") or values.get("rope_theta") or family.theta)
-    kind = str(found.get("rope_type") or found.get("type") or "default")
-    if kind == "mrope" and family.mrope != "none":
-        kind = "default"
-    partial = float(found.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1)
-    if partial != 1.0:
-        raise UnsupportedModelError(
-            f"partial_rotary_factor {partial} is not supported; it must be 1.0."
-        )
-    axes = _axes(found, family, head_dim)
-    if kind == "default":
-        return RopeConfig(theta, axes=axes)
-    if kind == "linear":
-        return RopeConfig(theta, "linear", factor=float(found["factor"]), axes=axes)
-    if kind == "divided":
-        divisors = tuple(float(value) for value in found["divisors"])
-        return RopeConfig(theta, "divided", divisors=divisors, axes=axes)
-    if kind == "llama3":
-        original = found.get("original_max_position_embeddings")
-        return RopeConfig(
-            theta,
-            "llama3",
-            factor=float(found["factor"]),
-            low_freq_factor=float(found["low_freq_factor"]),
-            high_freq_factor=float(found["high_freq_factor"]),
-            original_max_positions=int(original or values["max_position_embeddings"]),
-            axes=axes,
-        )
-    raise UnsupportedModelError(
-        f"rope type {kind!r} is not supported. Supported are: default, linear, llama3, mrope."
-    )
-
-
-def _axes(found: Json, family: Family, head_dim: int) -> tuple[int, ...] | None:
-    """Which of (t, h, w) drives each of head_dim / 2 frequencies.
-
-    Sectioned (Qwen2-VL, Qwen2.5-VL): runs of the given lengths. Interleaved (Qwen3-VL):
-    t h w t h w ... until the h and w counts are used up, then t.
-    """
-    if family.mrope == "none":
-        return None
-    section = [int(n) for n in found.get("mrope_section", family.mrope_section)]
-    if len(section) != 3 or sum(section) != head_dim // 2:
-        raise UnsupportedModelError(
-            f"mrope_section {section} must be three lengths that add up to head_dim / 2 = "
-            f"{head_dim // 2}."
-        )
-    if family.mrope == "sectioned":
-        return tuple(axis for axis, count in enumerate(section) for _ in range(count))
-    axes = [0] * (head_dim // 2)
-    for axis in (1, 2):
-        for index in range(axis, min(3 * section[axis], len(axes)), 3):
-            axes[index] = axis
-    return tuple(axes)
+__all__ = ["DecoderConfig", "RopeConfig", "supported_model_types"]

@@ -194,6 +194,12 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         return self.norm.weight.device
 
+    def fix_context(self, max_model_len: int) -> None:
+        """Positions of all sequences stay below `max_model_len`; see RopeConfig.for_context."""
+        self.config = self.config.for_context(max_model_len)
+        frequencies = inverse_frequencies(self.config.rope, self.config.head_dim)
+        self.frequencies = frequencies.to(self.frequencies.device)
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, D], a new tensor that image embeddings may be written into."""
         embedded: Tensor = self.embedding(token_ids)
@@ -210,7 +216,8 @@ class Decoder(nn.Module):
 
         positions: [T] int64, or [3, T] for M-RoPE (t, h, w).
         """
-        by = rotation(positions, self.frequencies, self.axes, hidden.dtype)
+        factor = self.config.rope.attention_factor
+        by = rotation(positions, self.frequencies, self.axes, hidden.dtype, factor)
         stream = hidden.clone()
         for index, layer in enumerate(self.layers):
             stream = layer(stream, by, attention)

@@ -10,6 +10,7 @@ would help. Does not own: when they are raised. Imports no torch.
     ├── CorruptFileError            a file's header or JSON cannot be read
     ├── PickleWeightsError          only .bin / .pt weights
     ├── UnsupportedModelError       architecture, rope, activation or storage format unknown
+    │   └── DynamicRopeError        frequencies that change with the prompt's length
     ├── WeightMismatchError         tensors missing or of other shapes
     └── OutOfMemoryError            the weights do not fit
 """
@@ -55,6 +56,22 @@ class PickleWeightsError(LoadError):
 
 class UnsupportedModelError(LoadError):
     """A part of the configuration or of the file that this loader has no code for."""
+
+
+class DynamicRopeError(UnsupportedModelError):
+    """Dynamic NTK scaling: a longer prompt would change the keys that are cached for its start."""
+
+    def __init__(self, factor: float, positions: int) -> None:
+        static = (
+            f'{{"rope_type": "yarn", "factor": {factor}, '
+            f'"original_max_position_embeddings": {positions}}}'
+        )
+        super().__init__(
+            "rope type 'dynamic' is not supported: its frequencies change with the length of each "
+            "prompt, so that cached keys of a beginning would be wrong in a longer prompt. Put a "
+            f"static scaling into config.json instead, such as {static}, or remove the scaling and "
+            f"stay within {positions} positions."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,12 @@ class Family:
     mrope: Literal["none", "sectioned", "interleaved"] = "none"
     mrope_section: tuple[int, int, int] = (16, 24, 24)
     deepstack: bool = False
+    partial_rope: bool = False
+    """Whether the class rotates only `partial_rotary_factor` of each head."""
+    yarn_is_longrope: bool = False
+    """Whether "yarn" in its files means longrope."""
+    fused: bool = False
+    """Whether q, k and v are one tensor, and gate and up another."""
 
 
 def _defaults(
@@ -82,6 +88,17 @@ FAMILIES: dict[str, Family] = {
         reads_bias=True,
         reads_mlp_bias=True,
         window="by_rope",
+    ),
+    "phi3": Family(
+        {
+            **_defaults(32_064, 3072, 8192, 32, 32, None, 4096),
+            "rms_norm_eps": 1e-5,
+            "original_max_position_embeddings": 4096,
+        },
+        window="always",
+        partial_rope=True,
+        yarn_is_longrope=True,
+        fused=True,
     ),
     "qwen2_vl_text": Family(
         _QWEN2_VL,

@@ -142,7 +142,13 @@ class GGUFSource:
         if kind == "none":
             return {"rope_type": "default", "rope_theta": theta}
         factor = float(self._field("rope.scaling.factor", 1.0))
-        return {"rope_type": kind, "rope_theta": theta, "factor": factor}
+        length = self._field("rope.scaling.original_context_length", self._field("context_length"))
+        return {
+            "rope_type": kind,
+            "rope_theta": theta,
+            "factor": factor,
+            "original_max_position_embeddings": int(length),
+        }
 
     def _read_generation_config(self) -> dict[str, Any]:
         """End tokens: the file's eos, and its end-of-turn token where it names one."""

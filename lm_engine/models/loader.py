@@ -197,19 +197,23 @@ def _places(decoder: Decoder, base: str, source: WeightSource) -> Iterator[_Plac
     yield whole(f"{base}embed_tokens.weight", decoder.get_parameter("embedding.weight"))
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, DecoderLayer)
-        yield from _layer_places(layer, f"{base}layers.{index}.")
+        yield from _layer_places(layer, f"{base}layers.{index}.", decoder.config.fused)
     yield whole(f"{base}norm.weight", decoder.norm.weight)
     if not decoder.config.tied:
         yield whole(_head_name(source), decoder.head.weight)
 
 
-def _layer_places(layer: DecoderLayer, at: str) -> Iterator[_Place]:
+def _layer_places(layer: DecoderLayer, at: str, fused: bool) -> Iterator[_Place]:
     q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     inner = layer.gate_up.out_features // 2
+    qkv: tuple[tuple[str, int], ...] = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    gate_up: tuple[tuple[str, int], ...] = (("gate_proj", inner), ("up_proj", inner))
+    if fused:
+        qkv, gate_up = (("qkv_proj", q + 2 * kv),), (("gate_up_proj", 2 * inner),)
     linears = (
-        (layer.qkv, "self_attn.", (("q_proj", q), ("k_proj", kv), ("v_proj", kv))),
+        (layer.qkv, "self_attn.", qkv),
         (layer.o, "self_attn.", (("o_proj", layer.o.out_features),)),
-        (layer.gate_up, "mlp.", (("gate_proj", inner), ("up_proj", inner))),
+        (layer.gate_up, "mlp.", gate_up),
         (layer.down, "mlp.", (("down_proj", layer.down.out_features),)),
     )
     for linear, part, pieces in linears:

@@ -67,21 +67,31 @@ static void product(int rows, int depth, const float *a, long a_row, long a_col,
     }
 }
 
+/* A memory that holds KV: the device's pool, or host superblocks. The first key of a
+ * piece lies at base + layer * layer_stride + head * head_stride + the piece's offset, the next ones
+ * dim floats apart, each one's value value_offset on. All in floats. */
+struct Region {
+    const float *base;
+    long layer_stride, value_offset, head_stride;
+};
+
 /* What a call computes; the fields that are the same for all tasks. */
 typedef struct {
-    const float *q, *keys, *values;
+    const float *q;
     float *out, *lse, *partials;
     const int64_t *sequences, *pieces, *tasks;
-    long q_row, q_head, head_stride, window, num_tasks;
-    int kv_heads, group, dim;
+    const Region *regions;
+    long q_row, q_head, window, num_tasks;
+    int kv_heads, group, dim, layer;
     float scale;
 } Call;
 
 /* Rows of `sequences`: first row of the step, rows, context, first piece, pieces.
- * Rows of `pieces`: position, slot, length; in order of position, without gaps from the first on.
+ * Rows of `pieces`: position, offset, length, region; in order of position, without gaps.
  * Rows of `tasks`: sequence, KV head, first lane, lanes, first key, end key, partial (-1: none).
  * Lane l of a sequence is query row l / group, head l % group of the KV head. */
 enum { SEQ_ROW, SEQ_ROWS, SEQ_CONTEXT, SEQ_PIECE, SEQ_PIECES, SEQ_FIELDS };
+enum { PIECE_POSITION, PIECE_OFFSET, PIECE_LENGTH, PIECE_REGION, PIECE_FIELDS };
 enum { TASK_SEQ, TASK_HEAD, TASK_LANE, TASK_LANES, TASK_START, TASK_END, TASK_PARTIAL, TASK_FIELDS };
 
 /* Running result of a task: O[dim][LANES] unnormalised, with maximum and sum per lane. */
@@ -160,16 +170,30 @@ static void softmax_block(float *scores, int n, State *s, int dim, int lanes, in
 
 /* The piece that holds position `p`, from the hint on. */
 static const int64_t *piece_at(const int64_t *piece, long p) {
-    while (p >= piece[0] + piece[2]) piece += 3;
+    while (p >= piece[PIECE_POSITION] + piece[PIECE_LENGTH]) piece += PIECE_FIELDS;
     return piece;
+}
+
+static long piece_end(const int64_t *piece, long most) {
+    const long end = piece[PIECE_POSITION] + piece[PIECE_LENGTH];
+    return end < most ? end : most;
+}
+
+static const float *key_at(const Call *c, const int64_t *piece, long head, long p) {
+    const Region *r = c->regions + piece[PIECE_REGION];
+    return r->base + c->layer * r->layer_stride + head * r->head_stride +
+           piece[PIECE_OFFSET] + (p - piece[PIECE_POSITION]) * c->dim;
+}
+
+static const float *value_at(const Call *c, const int64_t *piece, long head, long p) {
+    return key_at(c, piece, head, p) + c->regions[piece[PIECE_REGION]].value_offset;
 }
 
 /* One task by lanes: adds the keys [start, end) of one split to a fresh `part`. */
 static void split_by_lanes(const Call *c, const int64_t *task, const int64_t **piece, long start,
                            long end, const float *qt, const int32_t *low, const int32_t *high,
                            long sees_all_from, long sees_all_to, int lanes, State *part) {
-    const float *keys = c->keys + task[TASK_HEAD] * c->head_stride;
-    const float *values = c->values + task[TASK_HEAD] * c->head_stride;
+    const long head = task[TASK_HEAD];
     const int dim = c->dim;
     float scores[BLOCK * LANES] __attribute__((aligned(64)));
     for (long block = start - start % BLOCK; block < end; block += BLOCK) {
@@ -178,8 +202,8 @@ static void split_by_lanes(const Call *c, const int64_t *task, const int64_t **p
         const int64_t *here = *piece = piece_at(*piece, first);
         for (long p = first; p < last;) {
             here = piece_at(here, p);
-            const long stop = here[0] + here[2] < last ? here[0] + here[2] : last;
-            const float *k = keys + (here[1] + p - here[0]) * dim;
+            const long stop = piece_end(here, last);
+            const float *k = key_at(c, here, head, p);
             product(stop - p, dim, k, dim, 1, qt, scores + (p - first) * LANES, lanes, 0);
             p = stop;
         }
@@ -191,8 +215,8 @@ static void split_by_lanes(const Call *c, const int64_t *task, const int64_t **p
         here = *piece;
         for (long p = first; p < last;) {
             here = piece_at(here, p);
-            const long stop = here[0] + here[2] < last ? here[0] + here[2] : last;
-            const float *v = values + (here[1] + p - here[0]) * dim;
+            const long stop = piece_end(here, last);
+            const float *v = value_at(c, here, head, p);
             product(dim, stop - p, v, 1, dim, scores + (p - first) * LANES, part->o, lanes, 1);
             p = stop;
         }
@@ -255,15 +279,14 @@ template <int N>
 static void split_by_dim(const Call *c, const int64_t *task, const int64_t **piece, long start,
                          long end, const float *q, const int32_t *low, const int32_t *high,
                          State *part) {
-    const float *keys = c->keys + task[TASK_HEAD] * c->head_stride;
-    const float *values = c->values + task[TASK_HEAD] * c->head_stride;
+    const long head = task[TASK_HEAD];
     const int dim = c->dim;
     float scores[FEW][SPLIT] __attribute__((aligned(64)));
     const int64_t *here = *piece = piece_at(*piece, start);
     for (long p = start; p < end;) {
         here = piece_at(here, p);
-        const long stop = here[0] + here[2] < end ? here[0] + here[2] : end;
-        const float *k = keys + (here[1] + p - here[0]) * dim;
+        const long stop = piece_end(here, end);
+        const float *k = key_at(c, here, head, p);
         constexpr int KEYS = N > 4 ? 2 : 4;
         for (; p + KEYS <= stop; p += KEYS, k += KEYS * dim)
             score_keys<N, KEYS>(dim, k, q, scores, p - start);
@@ -288,8 +311,8 @@ static void split_by_dim(const Call *c, const int64_t *task, const int64_t **pie
     here = *piece;
     for (long p = start; p < end;) {
         here = piece_at(here, p);
-        const long stop = here[0] + here[2] < end ? here[0] + here[2] : end;
-        const float *v = values + (here[1] + p - here[0]) * dim;
+        const long stop = piece_end(here, end);
+        const float *v = value_at(c, here, head, p);
         constexpr int VECTORS = N > 4 ? 2 : 4;
         int d = 0;
         for (; d + VECTORS * WIDTH <= dim; d += VECTORS * WIDTH)
@@ -344,7 +367,7 @@ static void finish(const Call *c, const int64_t *task, const int64_t *seq, const
 
 static void run_task(const Call *c, const int64_t *task) {
     const int64_t *seq = c->sequences + task[TASK_SEQ] * SEQ_FIELDS;
-    const int64_t *piece = c->pieces + seq[SEQ_PIECE] * 3;
+    const int64_t *piece = c->pieces + seq[SEQ_PIECE] * PIECE_FIELDS;
     const int dim = c->dim, lanes = task[TASK_LANES];
     /* Of the whole slice, so that the tail of a chunk gets the bits that it would get elsewhere. */
     const int by_dim = seq[SEQ_ROWS] * c->group <= FEW && dim % WIDTH == 0;

@@ -1,6 +1,6 @@
-"""The supervisor's command line, as client.py writes it: CONTROL_FD BOARD_FD PARENT_PID.
+"""The supervisor's command line, as client.py writes it: CONTROL_FD BOARD_FD PARENT_PID LOG_LEVEL.
 
-Owns: reading these three numbers. Does not own: anything else (supervisor.py); nobody runs this by
+Owns: reading these. Does not own: anything else (supervisor.py); nobody runs this by
 hand.
 """
 
@@ -11,4 +11,4 @@ import sys
 from lm_engine.process.supervisor import main
 
 if __name__ == "__main__":
-    sys.exit(main(*(int(argument) for argument in sys.argv[1:4])))
+    sys.exit(main(*(int(argument) for argument in sys.argv[1:4]), log_level=sys.argv[4]))

@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +36,8 @@ from lm_engine.process.messages import (
 from lm_engine.process.threads import ThreadShare
 from lm_engine.process.vision import VisionLoop
 from lm_engine.process.wire import Codec, Control, Wire
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -121,7 +122,7 @@ class StageProcess:
             self.control.send(LoadFailed(str(failure)))
             return LOAD_FAILED_EXIT
         except Exception:
-            traceback.print_exc()
+            logger.exception("the %s stage failed", self.name)
             return 1
         finally:
             logging.shutdown()
@@ -138,7 +139,7 @@ class StageProcess:
         except (LoadError, ValueError) as cause:
             raise BuildError(str(cause)) from cause
         except Exception as cause:
-            traceback.print_exc()
+            logger.exception("the %s stage could not be built", self.name)
             raise BuildError(f"{type(cause).__name__}: {cause}") from cause
 
     def threads(self, neighbour: str | None, alone: int | None) -> ThreadShare:

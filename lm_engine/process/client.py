@@ -33,6 +33,7 @@ from lm_engine.process.messages import (
     Channel,
     Factories,
     Report,
+    ResetPrefixCache,
     Start,
     StepEvents,
     Stop,
@@ -40,6 +41,7 @@ from lm_engine.process.messages import (
     Submit,
     Supervision,
 )
+from lm_engine.process.signals import held
 from lm_engine.process.wire import Codec, Control, Wire, WireError, control_pair
 
 _MAX_UNSENT_BYTES = 1 << 20
@@ -161,6 +163,13 @@ class ProcessEngineClient:
                     self._abort(name)
             if not self._streams:
                 self._all_done.set()
+
+    def reset_prefix_cache(self, tenant: str) -> bool:
+        """Travels behind what was submitted before and ahead of what is submitted after."""
+        if self._report.phase != "ready" or self._wire is None or self._wire.closed:
+            return False
+        self._send(self._codec.frame(ResetPrefixCache(tenant)))
+        return True
 
     async def close(self, *, drain_s: float) -> None:
         """Refuses new requests, lets running ones finish for up to `drain_s` seconds, answers the
@@ -320,6 +329,9 @@ class ProcessEngineClient:
             await asyncio.wait_for(self._all_done.wait(), drain_s)
         self._fail_all(SHUTTING_DOWN)
         self._control.send(Stop())
+        if self._report.phase == "starting":
+            # It imports, and reads nothing until that is done; there is no stage to end yet.
+            self._process.kill()
         try:
             await asyncio.wait_for(self._ended.wait(), 1.0 + 2 * self._limits.term_grace_s)
         except TimeoutError:
@@ -338,6 +350,7 @@ def start(
     factories: Factories | None = None,
     supervision: Supervision | None = None,
     path: tuple[str, ...] = (),
+    log_level: str = "info",
 ) -> ProcessEngineClient:
     """Starts the supervisor and returns at once; `status()` tells how far loading is.
 
@@ -347,6 +360,7 @@ def start(
     Args:
         factories: what the stages are built from; the default serves `options.model`.
         path: folders added to the supervisor's module search path, for factories from elsewhere.
+        log_level: debug, info, warning or error, of the supervisor and of the stages.
 
     Raises RuntimeError off Linux, without msgspec, or outside a running event loop.
     """
@@ -360,15 +374,16 @@ def start(
     ours, theirs = control_pair()
     board_fd = Board.create()
     try:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "lm_engine.process"),
-                *(str(theirs.fileno()), str(board_fd), str(os.getpid())),
-            ],
-            pass_fds=(theirs.fileno(), board_fd),
-            stdin=subprocess.DEVNULL,
-            env=_environment(str(Path(__file__).resolve().parents[2])),
-        )
+        with held():
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "lm_engine.process"),
+                    *(str(theirs.fileno()), str(board_fd), str(os.getpid()), log_level),
+                ],
+                pass_fds=(theirs.fileno(), board_fd),
+                stdin=subprocess.DEVNULL,
+                env=_environment(str(Path(__file__).resolve().parents[2])),
+            )
         board = Board(board_fd)
     finally:
         theirs.close()

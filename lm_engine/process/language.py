@@ -11,7 +11,6 @@ process does not read.
 from __future__ import annotations
 
 import logging
-import select
 import socket
 import time
 from collections.abc import Iterable
@@ -25,6 +24,7 @@ from lm_engine.process.link import RemoteVisionLink
 from lm_engine.process.messages import (
     Abort,
     NewLink,
+    ResetPrefixCache,
     StepEvents,
     Stop,
     Submission,
@@ -32,6 +32,7 @@ from lm_engine.process.messages import (
     Supervision,
 )
 from lm_engine.process.threads import ThreadShare
+from lm_engine.process.waiting import wait
 from lm_engine.process.wire import Codec, Control, Wire, WireError
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class LanguageEngine(Protocol):
     def add(self, request: Request, media: tuple[MediaItem, ...]) -> list[RequestOutput]: ...
 
     def abort(self, request_id: str) -> None: ...
+
+    def reset_prefix_cache(self, tenant: str) -> None: ...
 
     def has_work(self) -> bool: ...
 
@@ -114,7 +117,13 @@ class LanguageLoop:
     def run(self) -> None:
         wait_s = 0.0
         while not self._stopping:
-            self._wait(wait_s)
+            wait(
+                (self._client, self._link),
+                self._control,
+                self._slot,
+                wait_s,
+                self._limits.idle_bound_s,
+            )
             self._take_control()
             self._take_requests()
             wait_s = self._advance()
@@ -123,20 +132,6 @@ class LanguageLoop:
                 wait_s = min(wait_s, _STATS_EVERY_S)
 
     # -- in --------------------------------------------------------------------------------------
-
-    def _wait(self, timeout_s: float) -> None:
-        readers: list[Wire | Control | RemoteVisionLink] = [self._client, self._control]
-        writers: list[Wire | RemoteVisionLink] = []
-        if self._client.unsent_bytes:
-            writers.append(self._client)
-        if self._link is not None and self._link.connected:
-            readers.append(self._link)
-            if self._link.wants_to_write:
-                writers.append(self._link)
-        if timeout_s:
-            self._slot.busy = False
-            self._slot.beat(self._limits.idle_bound_s)
-        select.select(readers, writers, [], timeout_s)
 
     def _take_control(self) -> None:
         for message, attached in self._control.receive():
@@ -162,6 +157,8 @@ class LanguageLoop:
             elif isinstance(message, Abort):
                 self._engine.abort(message.request_id)
                 self._aborted.append(message.request_id)
+            elif isinstance(message, ResetPrefixCache):
+                self._engine.reset_prefix_cache(message.tenant)
             self._stats_due = True
 
     def _add(self, message: Submit) -> list[RequestOutput]:

@@ -44,12 +44,12 @@ class RemoteVisionLink:
     # -- for the loop that waits on the socket ---------------------------------------------------
 
     @property
-    def connected(self) -> bool:
-        return not self._wire.closed
+    def closed(self) -> bool:
+        return self._wire.closed
 
     @property
-    def wants_to_write(self) -> bool:
-        return self._wire.unsent_bytes > 0
+    def unsent_bytes(self) -> int:
+        return self._wire.unsent_bytes
 
     @property
     def has_results(self) -> bool:

@@ -94,6 +94,13 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Requests that follow find no KV which the tenant's earlier ones left."""
+
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepEvents:
     """What one step brought, in one write."""
 
@@ -206,6 +213,7 @@ Message = (
     | Planned
     | Ready
     | LoadFailed
+    | ResetPrefixCache
 )
 KINDS: tuple[type[Message], ...] = (
     Submit,
@@ -223,5 +231,6 @@ KINDS: tuple[type[Message], ...] = (
     Planned,
     Ready,
     LoadFailed,
+    ResetPrefixCache,
 )
 """A message's place here is its number on the wire; both ends are the same release."""

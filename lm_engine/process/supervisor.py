@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import logging
 import mmap
 import os
 import select
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lm_engine.client import ModelInfo, Phase
+from lm_engine.process import logs, signals
 from lm_engine.process.board import Board
 from lm_engine.process.children import (
     LOAD_FAILED_EXIT,
@@ -59,6 +61,8 @@ from lm_engine.process.messages import (
 )
 from lm_engine.process.wire import Codec, Control, control_pair, stream_pair
 
+logger = logging.getLogger(__name__)
+
 _TICK_S = 0.25
 _START_TIMEOUT_S = 30.0
 _NAP_S = 2.0
@@ -83,11 +87,14 @@ class _Stage:
 class Supervisor:
     """One model's stages. `run` returns the exit status."""
 
-    def __init__(self, client: Control, board: Board, codec: Codec, start: Start) -> None:
+    def __init__(
+        self, client: Control, board: Board, codec: Codec, start: Start, log_level: str
+    ) -> None:
         self._client = client
         self._board = board
         self._codec = codec
         self._start = start
+        self._log_level = log_level
         self._limits = start.supervision
         self._stages: dict[str, _Stage] = {}
         self._plan: Plan | None = None
@@ -113,6 +120,7 @@ class Supervisor:
         try:
             self._built = _import_factories(self._start)
         except Exception as cause:
+            logger.debug("a factory cannot be imported", exc_info=True)
             self._fail(f"{type(cause).__name__}: {cause}")
             return 1
         # What is alive now stays alive; unfrozen, the children's collector would write into every
@@ -134,6 +142,7 @@ class Supervisor:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        signals.release()
 
     def _on_term(self, *_: object) -> None:
         self._terms += 1
@@ -228,6 +237,7 @@ class Supervisor:
                 keep = {theirs.fileno()}
                 keep |= {arg.fileno() for arg in args if isinstance(arg, socket.socket)}
                 enter(name, parent, self._limits, keep)
+                logs.configure(self._log_level, name)
                 assert self._built is not None
                 child = StageProcess(name, self._board, theirs, self._start, self._built)
                 status = child.run(lambda inside: main(inside, *args))
@@ -238,6 +248,7 @@ class Supervisor:
             if isinstance(arg, socket.socket):
                 arg.close()
         self._stages[name] = _Stage(name, pid, Control(ours, self._codec))
+        logger.debug("the %s stage starts as pid %d", name, pid)
 
     def _start_all(self, plan: Plan) -> None:
         if plan.has_vision:
@@ -310,7 +321,7 @@ class Supervisor:
             self._start_all(self._plan)
             return
         cause = stage.killed_for or _how_it_ended(code)
-        sys.stderr.write(f"longlens: the {stage.name} stage (pid {stage.pid}) {cause}\n")
+        logger.error("the %s stage (pid %d) %s", stage.name, stage.pid, cause)
         now = time.monotonic()
         self._restarts.append(now)
         while self._restarts[0] < now - self._limits.restart_window_s:
@@ -413,13 +424,14 @@ def receive_start(client: Control) -> Start | None:
     return None
 
 
-def main(control_fd: int, board_fd: int, parent: int) -> int:
+def main(control_fd: int, board_fd: int, parent: int, *, log_level: str) -> int:
     """The supervisor process; the descriptors are inherited from the API process."""
     die_with_parent(parent, "supervisor")
+    logs.configure(log_level, "supervisor")
     codec = Codec()
     client = Control(socket.socket(fileno=control_fd), codec)
     os.set_inheritable(control_fd, False)
     board = Board(board_fd)
     os.close(board_fd)
     start = receive_start(client)
-    return 1 if start is None else Supervisor(client, board, codec, start).run()
+    return 1 if start is None else Supervisor(client, board, codec, start, log_level).run()

@@ -8,7 +8,6 @@ New jobs are read between any two units of work, so that an image that is needed
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Iterable
 from typing import Protocol
@@ -17,6 +16,7 @@ from lm_engine.process.board import Board
 from lm_engine.process.language import IDLE_WAKE_S, StepBound
 from lm_engine.process.messages import CancelJob, NewLink, Replies, Stop, Supervision
 from lm_engine.process.threads import ThreadShare
+from lm_engine.process.waiting import wait
 from lm_engine.process.wire import Codec, Control, Wire
 from vision_encoder.link import EncodeJob, EncodeResult
 
@@ -70,23 +70,12 @@ class VisionLoop:
 
     def run(self) -> None:
         while not self._stopping:
-            self._wait(0.0 if self._worker.busy() else IDLE_WAKE_S)
+            rest_s = 0.0 if self._worker.busy() else IDLE_WAKE_S
+            wait((self._link,), self._control, self._slot, rest_s, self._limits.idle_bound_s)
             self._take_control()
             self._take_jobs()
             if self._worker.busy():
                 self._work()
-
-    def _wait(self, timeout_s: float) -> None:
-        readers: list[Wire | Control] = [self._control]
-        writers: list[Wire] = []
-        if not self._link.closed:
-            readers.append(self._link)
-            if self._link.unsent_bytes:
-                writers.append(self._link)
-        if timeout_s:
-            self._slot.busy = False
-            self._slot.beat(self._limits.idle_bound_s)
-        select.select(readers, writers, [], timeout_s)
 
     def _take_control(self) -> None:
         for message, attached in self._control.receive():

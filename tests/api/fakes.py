@@ -83,10 +83,16 @@ class FakeEngine:
     seen: list[Seen] = field(default_factory=list)
     running: int = 0
     closed_after_s: float | None = None
+    resets: list[str] = field(default_factory=list)
+    """Tenants whose cache was reset."""
 
     def status(self) -> EngineStatus:
         stats = replace(self.current.stats or EngineStats(), num_running=self.running)
         return replace(self.current, stats=stats)
+
+    def reset_prefix_cache(self, tenant: str) -> bool:
+        self.resets.append(tenant)
+        return True
 
     async def close(self, *, drain_s: float) -> None:
         self.closed_after_s = drain_s
@@ -146,7 +152,7 @@ class FakeEngine:
                 deltas=deltas,
                 prompt_logprobs=logprobs,
                 finished=done,
-                usage=self._usage(request, choices) if done else None,
+                usage=self._usage(request, choices) if done or produced == 1 else None,
                 timing=Timing(0.001, 0.002, 0.003, 0.004, 0.005) if done else None,
             )
             await asyncio.sleep(self.delay_s)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
 import pytest
+import structlog.testing
 
-from lm_engine.outputs import RequestError
+from lm_engine.outputs import RequestError, RequestOutput
 from tests.api import openai_schema
 from tests.api.conftest import ClientFactory, events
 from tests.api.fakes import INFO, FakeEngine
@@ -120,6 +122,8 @@ async def test_api_09_choices_are_counted_once(client: ClientFactory) -> None:
     assert details["cached_tokens"] <= first["usage"]["prompt_tokens"]
 
 
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
+TEXT_PART = {"type": "text", "text": "a"}
 BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
@@ -127,7 +131,26 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages.0.colour"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [USER, {"role": "function", "content": "x"}]}, "messages.1.role"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "messages.1.tool_calls"),
+    (
+        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]},
+        "messages.1.tool_calls",
+    ),
+    (
+        {"messages": [USER, {"role": "assistant", "content": None, "refusal": "no"}]},
+        "messages.1.refusal",
+    ),
+    ({"messages": [USER, {"role": "assistant"}]}, "messages.1.content"),
+    ({"messages": [{"role": "system", "content": None}]}, "messages.0.content"),
+    ({"messages": [{**USER, "content": [TEXT_PART, {"type": "x"}]}]}, "messages.0.content.1.type"),
+    (
+        {"messages": [{**USER, "content": [{"type": "input_audio"}]}]},
+        "messages.0.content.0.type",
+    ),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
     ({"nonsense": 1}, "nonsense"),
@@ -148,7 +171,7 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"max_tokens": 1.5}, "max_tokens"),
     ({"n": 0}, "n"),
     ({"n": 100}, "n"),
-    ({"top_logprobs": 3}, None),
+    ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logit_bias": {"384": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
@@ -158,14 +181,23 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"logit_bias": {"5": 1e9}}, "logit_bias"),
     ({"stop_token_ids": [384]}, "stop_token_ids.0"),
     ({"stop_token_ids": [5, -1], "min_tokens": 5}, "stop_token_ids.1"),
-    ({"stop": ""}, None),
-    ({"stop": ["x"] * 17}, None),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": ["x", "y" * 257]}, "stop"),
     ({"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
-    ({"max_tokens": 5, "max_completion_tokens": 6}, None),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
     ({"max_tokens": 2048}, "max_tokens"),
     ({"max_completion_tokens": 2048}, "max_completion_tokens"),
     ({"chat_template_kwargs": {"documents": []}}, "chat_template_kwargs.documents"),
-    ({"prompt_logprobs": 1, "stream": True}, None),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": False, "return_progress": True}, "return_progress"),
+    ({"mm_processor_kwargs": {"min_pixels": 9, "max_pixels": 4}}, "mm_processor_kwargs"),
+    ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+    ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+    ({"metadata": {"a": 1}}, "metadata.a"),
+    ({"user": "x" * 1025}, "user"),
+    ({"store": True}, "store"),
 ]
 
 
@@ -189,6 +221,77 @@ async def test_api_04_api_08_smp_05_smp_06_refusals_are_equal_in_both_modes(
     assert (await http.post(CHAT, json=HI)).status_code == 200
     http.server.admission.check_invariants()
     assert http.server.admission.requests == 0
+
+
+async def test_unknown_roles_are_told_all_roles(client: ClientFactory) -> None:
+    http = await client(FakeEngine())
+    response = await http.post(CHAT, json={"messages": [USER, {**USER, "role": "king"}]})
+    message = response.json()["error"]["message"]
+    assert all(role in message for role in ("system", "developer", "user", "assistant"))
+    both = await http.post("/tokenize", json={"messages": [{**USER, "role": "king"}]})
+    assert both.json()["error"]["param"] == "messages.0.role"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", **HI}, "messages"),
+        ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ({"prompt": "a", "mm_processor_kwargs": {}}, "mm_processor_kwargs"),
+        ({**HI, "add_special_tokens": True}, "add_special_tokens"),
+    ],
+)
+async def test_cross_field_refusals_name_a_field(
+    client: ClientFactory, body: dict[str, Any], param: str
+) -> None:
+    http = await client(FakeEngine())
+    response = await http.post("/tokenize", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+async def test_an_assistant_turn_without_content_is_an_empty_one(client: ClientFactory) -> None:
+    http = await client(FakeEngine())
+    vacuous = {"tool_calls": [], "refusal": None, "function_call": None}
+    texts = []
+    for content in (None, ""):
+        answer = {"role": "assistant", "content": content, **vacuous}
+        body = {"messages": [USER, answer, USER]}
+        rendered = await http.post("/v1/render", json=body)
+        assert rendered.status_code == 200, rendered.text
+        texts.append(rendered.json()["text"])
+    assert texts[0] == texts[1]
+    assert "None" not in texts[0]
+
+
+async def test_labels_are_logged_and_change_nothing(client: ClientFactory) -> None:
+    engine = FakeEngine()
+    http = await client(engine)
+    labels = {
+        "user": "u-1\x1b[2J",
+        "safety_identifier": "s-1",
+        "metadata": {"ticket": "42"},
+        "prompt_cache_key": "k-1",
+    }
+    with structlog.testing.capture_logs() as lines:
+        plain = await http.post(CHAT, json={**HI, "seed": 1})
+        labelled = await http.post(CHAT, json={**HI, "seed": 1, **labels})
+        text = await http.post(TEXT, json={"prompt": "x", "user": "u-2"})
+        refused = await http.post(CHAT, json={**HI, **labels, "n": 100})
+    assert plain.json()["choices"] == labelled.json()["choices"]
+    assert [seen.request.sampling for seen in engine.seen[:2]] == [
+        engine.seen[0].request.sampling
+    ] * 2
+    found = [line for line in lines if line["event"] == "request"]
+    assert [line["log_level"] for line in found] == ["debug", "info", "info", "info"]
+    assert not labels.keys() & found[0].keys()
+    for line, response in ((found[1], labelled), (found[3], refused)):
+        assert {name: line[name] for name in labels} == {**labels, "user": "u-1\ufffd[2J"}
+        assert line["request_id"] == response.headers["x-request-id"]
+        assert line["status"] == response.status_code
+    assert found[2]["user"] == "u-2"
+    assert text.status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -402,8 +505,41 @@ async def test_progress_is_opt_in(client: ClientFactory) -> None:
     assert "prompt_progress" not in json.dumps(plain)
     chunks = await stream(http, CHAT, {**HI, "return_progress": True})
     progress = [c["prompt_progress"] for c in chunks[:-1] if "prompt_progress" in c]
-    assert [p["processed"] for p in progress][-1] == progress[0]["total"]
+    total = progress[0]["total"]
+    assert [p["processed"] for p in progress] == [total // 2, total]
     assert all(c["choices"] == [] for c in chunks[:-1] if "prompt_progress" in c)
+
+
+@pytest.mark.parametrize("known", [(), (0.5,), (0.25, 0.25, 0.75, 0.5)])
+async def test_progress_only_grows_and_ends_with_the_whole_prompt(
+    client: ClientFactory, known: tuple[float, ...]
+) -> None:
+    """The engine's own last report is of the chunk before the last, and a preempted request starts
+    again from nothing."""
+
+    class Reporting(FakeEngine):
+        async def _events(self, request: Any, seen: Any) -> Any:
+            total = request.num_prompt_tokens
+            for share in known:
+                done = (int(total * share), total)
+                yield RequestOutput(request.request_id, prompt_progress=done)
+            async for output in super()._events(request, seen):
+                yield output
+
+    http = await client(Reporting(script="ab"))
+    body = {"prompt": [[5] * 8, [6] * 4], "return_progress": True}
+    chunks = await stream(http, TEXT, body)
+    events = [
+        ("read", c["prompt_progress"]["processed"], c["prompt_progress"]["total"])
+        if "prompt_progress" in c
+        else ("text", c["choices"][0]["index"])
+        for c in chunks[:-1]
+    ]
+    for index, total in enumerate((8, 4)):
+        done = [event[1] for event in events if event[0] == "read" and event[2] == total]
+        reported = [int(total * share) for share in (*known, 1.0)]
+        assert done == sorted(set(itertools.accumulate(reported, max)))
+        assert events.index(("read", total, total)) < events.index(("text", index))
 
 
 async def test_continuous_usage(client: ClientFactory) -> None:

@@ -17,6 +17,7 @@ from api.app import create_app
 from api.cli import main
 from api.config import ConfigError, ServeConfig, load
 from api.doctor import examine
+from api.environment import check_environment
 from api.model_folder import ModelFolderError, resolve_model
 from api.terminal_chat import Conversation, run
 from tests.api.fakes import FakeEngine, served
@@ -113,7 +114,7 @@ def test_config_show_names_sources_and_hides_the_key(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LONGLENS_API_KEY", "s3cret")
-    assert command("config", "show", "mymodel", "--max-model-len", "8k") == 0
+    assert command("config", "show", "mymodel", "--max-model-len", "8k", "--json") == 0
     text = capsys.readouterr().out
     shown = json.loads(text)
     assert shown["model"] == {"value": "mymodel", "source": "flag"}
@@ -121,6 +122,65 @@ def test_config_show_names_sources_and_hides_the_key(
     assert shown["api_key"]["source"] == "environment LONGLENS_API_KEY"
     assert "s3cret" not in text
     assert set(shown) == set(ServeConfig.model_fields)
+
+
+def test_config_show_is_a_line_per_setting_with_chosen_ones_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LONGLENS_API_KEY", "s3cret")
+    file = tmp_path / "longlens.yaml"
+    file.write_text("allowed-media-domains: [a.example, b.example]\n")
+    flags = ("--max-model-len", "8k", "--config", str(file), "--no-mm-encoder-process")
+    assert command("config", "show", *flags) == 0
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
+    assert {line[0] for line in lines} == set(ServeConfig.model_fields)
+    assert len(lines) == len(ServeConfig.model_fields)
+    chosen = {line[0]: line[1:] for line in lines[:4]}
+    assert chosen["max_model_len"][:2] == ["8192", "flag"]
+    assert chosen["mm_encoder_process"][:2] == ["false", "flag"]
+    assert chosen["api_key"][:3] == ["(hidden)", "environment", "LONGLENS_API_KEY"]
+    assert chosen["allowed_media_domains"][:3] == ["a.example,b.example", "file", str(file)]
+    assert {line[2] for line in lines[4:]} == {"default"}
+    rest = {line[0]: line for line in lines[4:]}
+    assert rest["threads"][1:3] == ["-", "default"]
+    assert rest["host"][3:] == ["Address", "to", "listen", "on"]
+    assert "s3cret" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("LONGLENS_MAX_MDOEL_LEN", "8k", ["LONGLENS_MAX_MDOEL_LEN", "LONGLENS_MAX_MODEL_LEN?"]),
+        ("LONGLENS_KV_CACHE_MEMORY", "1", ["no such setting", "LONGLENS_KV_CACHE_MEMORY_BYTES?"]),
+        ("longlens_prt", "1", ["longlens_prt", "LONGLENS_PORT?"]),
+        ("LONGLENS_COLOUR", "red", ["no such setting", "config show"]),
+        ("LONGLENS_PORT", "tcp://10.0.0.9:8000", ["Kubernetes", "enableServiceLinks"]),
+    ],
+)
+@pytest.mark.parametrize("verb", [["serve", "--port", "0"], ["config", "show"]])
+def test_variables_that_nothing_reads_are_refused(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verb: list[str],
+    name: str,
+    value: str,
+    words: list[str],
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert command(*verb) == 1
+    message = capsys.readouterr().err
+    for word in words:
+        assert word in message
+    assert "Traceback" not in message
+
+
+def test_variables_that_something_reads_are_taken() -> None:
+    fields = {f"LONGLENS_{name.upper()}": "x" for name in ServeConfig.model_fields}
+    check_environment({**fields, "LONGLENS_CACHE": "/c", "HOME": "/h", "longlens_host": "x"})
+    # The addresses of a service called longlens, or longlens-web, which a pod cannot avoid.
+    links = ["SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT_8000_TCP", "PORT_8000_TCP_ADDR", "WEB_PORT"]
+    check_environment({f"LONGLENS_{link}": "tcp://10.0.0.9:8000" for link in links})
 
 
 def test_start_errors_have_a_cause_and_a_remedy_and_no_traceback(
@@ -139,6 +199,11 @@ def test_start_errors_have_a_cause_and_a_remedy_and_no_traceback(
     (tmp_path / "empty").mkdir()
     assert command("serve", str(tmp_path / "empty"), "--port", "0") == 1
     assert "config.json" in capsys.readouterr().err
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama"}')
+    assert command("serve", str(tmp_path / "empty"), "--port", "0") == 1
+    message = capsys.readouterr().err
+    assert "no weights" in message
+    assert "tokenizer" not in message
     assert command("serve", "--max-model-len", "many") == 1
     captured = capsys.readouterr()
     assert "--max-model-len" in captured.err
@@ -149,6 +214,12 @@ def test_model_paths(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
+    with pytest.raises(ModelFolderError, match="no weights"):
+        resolve_model(str(folder))
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(ModelFolderError, match=r"pickled.*pytorch_model\.bin.*safetensors"):
+        resolve_model(str(folder))
+    (folder / "model-00001-of-00002.safetensors").touch()
     assert resolve_model(str(folder)) == folder
     (tmp_path / "weights.bin").write_text("x")
     for bad in (str(tmp_path / "weights.bin"), "no such thing", str(tmp_path)):

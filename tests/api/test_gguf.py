@@ -46,6 +46,9 @@ def test_a_folder_means_its_only_gguf_file(tmp_path: Path) -> None:
     one = tmp_path / "one.gguf"
     one.touch()
     assert resolve_model(str(tmp_path)) == one
+    # Repositories of GGUF files often carry the original model's config.json.
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_model(str(tmp_path)) == one
     (tmp_path / "two.gguf").touch()
     with pytest.raises(ModelFolderError, match=r"one\.gguf, two\.gguf"):
         resolve_model(str(tmp_path))

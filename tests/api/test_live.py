@@ -6,8 +6,10 @@ import base64
 import functools
 import http.client
 import io
+import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -151,6 +154,12 @@ def test_api_06_lines_arrive_one_by_one(live: Callable[..., Any]) -> None:
     assert times[-2] - times[0] > 0.2
 
 
+def in_flight(address: str) -> int:
+    found = re.search(r"http_requests_in_flight\{[^}]*\} (\d+)", get(f"{address}/metrics").text)
+    assert found is not None
+    return int(found[1])
+
+
 SERVER = """
 import sys
 from pathlib import Path
@@ -170,6 +179,7 @@ def process(
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """The server as its own process, as the command line starts it; yields its port. Its streams
     end once the file `hold` is gone."""
+    (folder / "model.safetensors").touch()  # the scripted engine reads no weights
     child = subprocess.Popen(
         [sys.executable, "-c", SERVER, str(folder), str(drain_s), str(hold)],
         cwd=ROOT,
@@ -201,13 +211,29 @@ def test_lod_07_sigterm_drains_and_a_second_one_ends(
             with stream("POST", address + CHAT, json={**HI, "stream": True}) as response:
                 lines = response.iter_lines()
                 next(lines)
+                if second_signal:
+                    with ThreadPoolExecutor(1) as pool:
+                        whole = pool.submit(post, address + CHAT, json=HI, timeout=30)
+                        until(lambda url=address: in_flight(url) == 2)
+                        child.send_signal(signal.SIGTERM)
+                        until(lambda url=address: get(f"{url}/health").status_code == 503)
+                        child.send_signal(signal.SIGTERM)
+                        assert child.wait(timeout=30) == 0
+                        assert child.stderr is not None
+                        log = child.stderr.read()
+                        assert "Traceback" not in log
+                        assert [json.loads(line)["event"] for line in log.splitlines()] == [
+                            "draining",
+                            "stopped",
+                        ]
+                        assert whole.result().status_code == 503
+                    # Neither is left without an end.
+                    last = [line for line in lines if line][-1]
+                    assert "shut down" in last
+                    return
                 child.send_signal(signal.SIGTERM)
                 until(lambda url=address + CHAT: post(url, json=HI).status_code == 503)
                 assert get(f"{address}/health").json()["phase"] == "draining"
-                if second_signal:
-                    child.send_signal(signal.SIGTERM)
-                    assert child.wait(timeout=30) == 0
-                    return
                 hold.unlink()
                 rest = [line for line in lines if line]
             assert rest[-1] == "data: [DONE]"

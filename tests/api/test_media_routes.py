@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import io
 import re
 import struct
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -430,8 +433,6 @@ async def test_allow_list_holds_at_every_hop(client: ClientFactory) -> None:
 
 
 async def test_img_17_loopback_in_default_configuration(client: ClientFactory) -> None:
-    import asyncio
-
     connections = 0
 
     async def inner(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -450,8 +451,6 @@ async def test_img_17_loopback_in_default_configuration(client: ClientFactory) -
 
 
 async def test_img_19_slow_origins_end_in_time(client: ClientFactory) -> None:
-    import asyncio
-
     async def slow(request: httpx.Request) -> httpx.Response:
         await asyncio.sleep(30)
         return httpx.Response(200)
@@ -468,6 +467,147 @@ async def test_img_19_slow_origins_end_in_time(client: ClientFactory) -> None:
     for response in await asyncio.gather(*waiting):
         assert response.status_code == 400
         assert "0.2 s" in response.json()["error"]["message"]
+
+
+async def test_img_19_a_dripping_origin_stalls_nobody(client: ClientFactory) -> None:
+    """A real origin that sends a byte now and then, so that no read ever times out."""
+
+    dripping = 0
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal dripping
+        dripping += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.close()
+        dripping -= 1
+
+    origin = await asyncio.start_server(drip, "127.0.0.1", 0)
+    port = origin.sockets[0].getsockname()[1]
+    open_to_all = UrlFetcher(FetchLimits(100_000, timeout_s=0.5), allow=lambda address: True)
+    http = await client(FakeEngine(), family="qwen2_5_vl", fetcher=open_to_all)
+    slow = ask(f"http://127.0.0.1:{port}/a.png")
+    waiting = [asyncio.create_task(http.post(CHAT, json=slow)) for _ in range(20)]
+    await asyncio.sleep(0.1)
+    assert (await http.post(CHAT, json=ask())).status_code == 200
+    assert (await http.get("/health")).status_code == 200
+    assert not any(task.done() for task in waiting)
+    assert http.server.admission.media_bytes > 0
+    for response in await asyncio.gather(*waiting):
+        assert response.status_code == 400
+        assert "0.5 s" in response.json()["error"]["message"]
+    assert http.server.admission.media_bytes == 0
+    async with asyncio.timeout(5):
+        while dripping:
+            await asyncio.sleep(0.01)
+    origin.close()
+    await origin.wait_closed()
+
+
+class Watched(Streamed):
+    """Yields to other requests after each piece, and notes what lies in the spool then."""
+
+    def __init__(self, data: bytes, look: Callable[[], None]):
+        super().__init__(data)
+        self.look = look
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for start in range(0, len(self.data), 4096):
+            yield self.data[start : start + 4096]
+            self.look()
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("kind", ["http", "http without a length", "file"])
+async def test_a_flood_of_addresses_stays_within_the_media_bound(
+    client: ClientFactory, tmp_path: Path, kind: str
+) -> None:
+    bound = 400_000
+    noise = io.BytesIO()
+    Image.effect_noise((250, 150), 90).convert("RGB").save(noise, "PNG")
+    data = noise.getvalue()
+    assert 50_000 < len(data) < bound / 2
+    (tmp_path / "a.png").write_bytes(data)
+    most_spooled = most_charged = 0
+
+    def look() -> None:
+        nonlocal most_spooled, most_charged
+        spool = http.server.media._spool  # type: ignore[attr-defined]
+        files = [path.stat().st_size for path in spool.rglob("*") if path.is_file()]
+        most_spooled = max(most_spooled, sum(files))
+        most_charged = max(most_charged, http.server.admission.media_bytes)  # type: ignore[attr-defined]
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        length = {} if kind == "http without a length" else {"content-length": str(len(data))}
+        return httpx.Response(200, headers=length, stream=Watched(data, look))
+
+    http = await client(
+        FakeEngine(delay_s=0.002),
+        family="qwen2_5_vl",
+        fetcher=fetcher(handler, PUBLIC, max_bytes=bound // 3),
+        allowed_local_media_path=tmp_path,
+        max_queued_media_bytes=bound,
+    )
+    url = f"file://{tmp_path}/a.png" if kind == "file" else "http://pics.example/a.png"
+    tasks = [asyncio.create_task(http.post(CHAT, json=ask(url))) for _ in range(20)]
+    while not all(task.done() for task in tasks):
+        look()
+        await asyncio.sleep(0.002)
+    answers = [task.result() for task in tasks]
+    statuses = Counter(answer.status_code for answer in answers)
+    assert set(statuses) == {200, 503}
+    assert statuses[200] >= 2
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert all(answer.headers["retry-after"] for answer in refused)
+    assert all("exceed" in answer.json()["error"]["message"] for answer in refused)
+    assert 0 < most_spooled <= most_charged <= bound
+    http.server.admission.check_invariants()  # type: ignore[attr-defined]
+    assert http.server.admission.media_bytes == 0  # type: ignore[attr-defined]
+    assert list(http.server.media._spool.iterdir()) == []  # type: ignore[attr-defined]
+    assert (await http.post(CHAT, json=ask(url))).status_code == 200
+
+
+async def test_fetches_wait_for_their_turn_and_are_not_blamed_for_others(
+    client: ClientFactory,
+) -> None:
+    held = asyncio.Event()
+    running = most = 0
+
+    async def slow(request: httpx.Request) -> httpx.Response:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            if request.url.path == "/slow":
+                await held.wait()
+        finally:
+            running -= 1
+        return httpx.Response(200, stream=Streamed(encoded()))
+
+    slowly: Callable[[httpx.Request], Awaitable[httpx.Response]] = slow
+    limited = fetcher(slowly, PUBLIC, timeout_s=0.4, max_fetches=2)  # type: ignore[arg-type]
+    http = await client(FakeEngine(), family="qwen2_5_vl", fetcher=limited)
+    blockers = [
+        asyncio.create_task(http.post(CHAT, json=ask("http://pics.example/slow"))) for _ in range(2)
+    ]
+    await asyncio.sleep(0.1)
+    # Waits 0.3 s for a turn, and then has its own time.
+    late = asyncio.create_task(http.post(CHAT, json=ask(*["http://pics.example/a"] * 3)))
+    for blocker in blockers:
+        assert (await blocker).status_code == 400
+    assert (await late).status_code == 200
+    assert most == 2
+    async with limited._turns, limited._turns:
+        full = await http.post(CHAT, json=ask("http://pics.example/a"))
+    assert full.status_code == 503
+    assert full.headers["retry-after"]
+    assert "as many as this server fetches" in full.json()["error"]["message"]
+    held.set()
 
 
 @pytest.mark.parametrize(

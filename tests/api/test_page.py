@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path"),
 ]
 
-SHOTS = os.environ.get("LONGLENS_TEST_SHOTS")
+SHOTS = os.environ.get("TEST_SHOTS")
 
 
 @pytest.fixture

@@ -65,8 +65,13 @@ def test_the_openai_client_streams_and_collects_the_same_answer(
     assert [r for r in reasons if r] == [whole.choices[0].finish_reason]
     assert reasons[-1]
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
     assert whole.usage is not None
+    last = chunks[-1].usage
+    assert last is not None
+    assert last.total_tokens == whole.usage.total_tokens
+    assert last.prompt_tokens == whole.usage.prompt_tokens
+    assert last.prompt_tokens_details is not None
+    assert last.prompt_tokens_details.cached_tokens == last.prompt_tokens - 1
     asked: list[str | Image.Image] = ["What is in ", image, " this picture?"]
     assert whole.usage.prompt_tokens == hf_count(processor, asked)
     assert 1 <= whole.usage.completion_tokens <= 24

@@ -183,7 +183,12 @@ def test_lod_07_a_second_sigterm_ends_at_once(serve: Starter) -> None:
     # Far less than the time that the streams would take, or the drain is allowed.
     server.wait(10)
     until(lambda: not any(map(alive, stages)), "no stage is left behind")
+    assert "Traceback" not in server.log()
     for stream in streams:
+        # None is left without an end: the last event says that the server went away.
+        events = list(stream.events())
+        assert events[-1] is not None
+        assert events[-1]["error"]["code"] == "overloaded"
         stream.close()
 
 

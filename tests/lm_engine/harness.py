@@ -29,7 +29,8 @@ from chunked_prefill.budget import TokenBudget
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
 from chunked_prefill.scheduler import _Draft
 from chunked_prefill.sequence import Sequence
-from kv_offload.kv_manager import BlockCopy
+from kv_offload.kv_manager import BlockCopy, BlockStore
+from kv_offload.superblock import SUPERBLOCK_TOKENS
 from lm_engine.batch import ForwardBatch
 from lm_engine.client import MediaItem
 from lm_engine.engine import Engine
@@ -130,8 +131,11 @@ class Lab:
         seats: int = 32,
         max_model_len: int | None = None,
         rows: int | None = 512,
+        caching: bool = True,
+        host_tokens: int = 0,
     ) -> Engine:
-        """An engine in this process; `blocks` is the size of the KV pool."""
+        """An engine in this process; `blocks` is the size of the KV pool. Its chunks follow from
+        tokens alone, not from how long steps take here."""
         text = self.config.get("text_config", self.config)
         heads, hidden = text["num_attention_heads"], text["hidden_size"]
         head_dim = text.get("head_dim") or hidden // heads
@@ -149,8 +153,11 @@ class Lab:
                 max_model_len=max_model_len or min(2048, blocks * block_size),
                 max_num_seqs=seats,
                 max_num_batched_tokens=budget,
+                tpot_slo_s=0,
                 block_size=block_size,
+                prefix_caching=caching,
                 kv_memory_bytes=blocks * block_bytes,
+                host_kv_bytes=host_tokens * block_bytes // block_size or None,
                 embedding_rows=rows,
                 device="cpu",
             )
@@ -359,6 +366,9 @@ def check_idle(engine: Engine) -> None:
     assert stats.kv_blocks_used == 0
     assert stats.embedding_rows_used == 0
     assert not engine.scheduler._bypasses
+    if engine.scheduler.kv.cold is not None:
+        assert engine.scheduler.kv.cold.host.num_used == 0
+        assert not engine.scheduler.kv.cold._promised
     assert (engine.scheduler.kv.pool._claims == -1).all()
     if engine.images is not None:
         feed = engine.images
@@ -367,16 +377,22 @@ def check_idle(engine: Engine) -> None:
 
 
 def poison_unused(engine: Engine) -> None:
-    """NaN into free KV blocks, into held slots without valid KV, and into rows nobody may read."""
+    """NaN into free KV blocks, into slots without valid KV that someone or the prefix cache holds,
+    and into rows nobody may read."""
     kv, cache = engine.scheduler.kv, engine.runner.cache
     size = kv.block_size
     stale = np.ones(kv.pool.num_blocks * size, dtype=bool)
     for sequence in engine.scheduler.running:
-        position = 0
+        position = len(kv.cold_slots(sequence.seq_id)) * SUPERBLOCK_TOKENS
         for first, count in kv.runs(sequence.seq_id):
             valid = min(count * size, max(0, sequence.num_computed_tokens - position))
             stale[first * size : first * size + valid] = False
             position += count * size
+    for block, node in kv.cache._nodes.items():
+        stale[block * size : block * size + len(node.ids)] = False
+    if cache.host is not None and kv.cold is not None:
+        used = {kv.cold.host.slot(h) for hs in kv.cold._owned.values() for h in hs}
+        cache.host.poison(set(range(cache.host.num_superblocks)) - used)
     slots = torch.from_numpy(np.flatnonzero(stale))
     cache._by_head[:, :, :, slots] = torch.nan
     if engine.images is not None:
@@ -411,7 +427,7 @@ def recording(engine: Engine, request_id: str) -> Iterator[Recorder]:
     recorder = Recorder()
     plain = engine.runner.forward
 
-    def forward(batch: ForwardBatch, copies: Iterable[BlockCopy] = ()) -> Tensor:
+    def forward(batch: ForwardBatch, copies: Iterable[BlockCopy | BlockStore] = ()) -> Tensor:
         logits = plain(batch, copies)
         for row, chunk in enumerate(batch.sampled):
             if chunk.sequence.request.request_id == request_id and chunk.sequence.choice == 0:
@@ -482,6 +498,12 @@ def evict_rows(engine: Engine) -> None:
     if free and arena.acquire(b"filler", free, "filler") is Acquired.START:
         arena.mark_failed(b"filler", arena.epoch)
     assert arena.stats().rows_cached == 0
+
+
+def evict_prefixes(engine: Engine) -> None:
+    """Forgets the KV of every prompt that nobody uses now."""
+    cache = engine.scheduler.kv.cache
+    cache.evict(cache.num_idle)
 
 
 def warm(engine: Engine, prompt: Prompt) -> None:

@@ -118,7 +118,7 @@ def test_a_victim_of_a_higher_class_does_not_return_in_the_same_step(lab: Labs) 
     big = this.prompt(_long_text(this, 70))
     shown = this.prompt("x", picture(50, 50, 1), "?")
     urgent = this.prompt(_long_text(this, 60))
-    engine = this.engine(blocks=30)
+    engine = this.engine(blocks=30, caching=False)
     alone = {
         name: run_one(this.engine(), prompt, greedy(12))
         for name, prompt in (("big", big), ("shown", shown), ("urgent", urgent))

@@ -16,7 +16,7 @@ from chunked_prefill.request import SamplingParams
 from lm_engine.engine import Engine
 from lm_engine.offline import Prompt, RequestFailedError
 from lm_engine.options import EngineOptions
-from tests.lm_engine.harness import Lab, check_idle, greedy, picture, run_one
+from tests.lm_engine.harness import Lab, check_idle, evict_prefixes, greedy, picture, run_one
 
 Labs = Callable[[str], Lab]
 
@@ -37,6 +37,7 @@ def test_answers_come_in_order_and_equal_online_ones(lab: Labs, engine: Engine) 
     check_idle(engine)
     online = [this.prompt(text) for text in (*texts, "another")] + [shown]
     for completion, prompt, sampling in zip(found, online, params, strict=True):
+        evict_prefixes(engine)
         want = run_one(engine, prompt, sampling)
         assert completion.text == want.text()
         assert list(completion.token_ids) == want.tokens()
@@ -45,7 +46,8 @@ def test_answers_come_in_order_and_equal_online_ones(lab: Labs, engine: Engine) 
         assert completion.logprobs is not None
         assert [e.token_id for e in completion.logprobs] == want.tokens()
         assert all(len(e.top) == 2 for e in completion.logprobs)
-        assert completion.usage == want.usage
+        # Prompts that are answered together may begin alike.
+        assert replace(completion.usage, cached_tokens=0) == want.usage
         assert completion.prompt_logprobs is None
     assert found[-1].request_id == "own"
 

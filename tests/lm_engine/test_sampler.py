@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
 import torch
 
 from chunked_prefill.request import SamplingParams
-from lm_engine.sampler import SamplingRow, sample, uniform
+from lm_engine.sampler import (
+    History,
+    Sampled,
+    SamplingError,
+    SamplingRow,
+    sample,
+    sample_each,
+    uniform,
+)
 
 
 def row(
@@ -166,3 +175,90 @@ def test_logprobs_of_a_mixed_batch_stay_with_their_rows() -> None:
     assert sampled[2].logprob is not None
     assert sampled[2].logprob.token_id == int(logits[2].argmax())
     assert math.isclose(sampled[2].logprob.logprob, sampled[2].logprob.top[0][2])
+
+
+# -- one row's fault ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["greedy mates", "drawing mates"])
+@pytest.mark.parametrize(
+    ("spoil", "params"),
+    [
+        (math.nan, {"temperature": 0.0}),
+        (math.nan, {"temperature": 0.7, "top_p": 0.9}),
+        (math.inf, {"temperature": 0.0, "logprobs": 2}),
+        (-math.inf, {"temperature": 1.0}),
+        (None, {"temperature": 1.0, "logprobs": 1}),
+        (None, {"logit_bias": ((999, 1.0),)}),
+    ],
+    ids=["nan", "nan drawn", "inf", "nothing left", "all banned", "an error inside"],
+)
+def test_a_row_that_cannot_be_sampled_fails_alone(
+    spoil: float | None, params: dict[str, Any], plain: bool
+) -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(4))
+    mates = [
+        row(temperature=0.0, logprobs=2) if plain else row(3, temperature=0.8, top_k=5, logprobs=2),
+        row(temperature=0.0) if plain else row(8, repetition_penalty=1.2, output=(1, 2)),
+    ]
+    alone = [sample(logits[i][None], [mates[i // 2]], name)[0] for i in (0, 2)]
+    banned = tuple(range(40)) if spoil is None and "logit_bias" not in params else ()
+    bad = row(banned=banned, **params)
+    if spoil is not None:
+        logits[1] = spoil
+    first, middle, last = sample_each(logits, [mates[0], bad, mates[1]], name)
+    assert isinstance(middle, Exception)
+    assert isinstance(middle, SamplingError) == ("logit_bias" not in params)
+    assert [first, last] == alone
+    with pytest.raises(type(middle)):
+        sample(logits, [mates[0], bad, mates[1]], name)
+
+
+# -- histories ----------------------------------------------------------------------------------
+
+
+class CountedList(list[int]):
+    """Counts the ids that are read out of it."""
+
+    read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.read += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_growing_history_counts_each_token_once(seed: int) -> None:
+    rng = random.Random(seed)
+    prompt = [rng.randrange(30) for _ in range(rng.choice([0, 1, 50]))]
+    ids = CountedList(prompt)
+    history = History(ids, len(prompt))
+    params: dict[str, Any] = {
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.2,
+    }
+    logits = torch.randn(60, 30, generator=torch.Generator().manual_seed(seed)) * 2
+    for step in range(60):
+        output = tuple(ids[len(prompt) :])
+        assert list(history) == list(output)
+        ids.read = 0
+        one = SamplingRow(SamplingParams(99, **params), seed, 0, tuple(prompt), history)
+        again = row(seed, prompt=tuple(prompt), output=output, **params)
+        token_id = draw(logits[step], one)
+        # The prompt once, then what is new: not the whole answer for every token of it.
+        assert ids.read <= (len(prompt) if step == 0 else 1)
+        assert token_id == draw(logits[step], again)
+        ids.append(token_id)
+    assert [history[0], history[-1]] == [ids[len(prompt)], ids[-1]]
+    assert history[2:4] == ids[len(prompt) :][2:4]
+    with pytest.raises(IndexError):
+        history[60]
+
+
+def test_an_untouched_history_is_not_copied() -> None:
+    ids = CountedList(range(1000))
+    one = SamplingRow(SamplingParams(9, temperature=0.9), 1, 0, (), History(ids, 10))
+    assert isinstance(sample_each(torch.randn(1, 40), [one], name)[0], Sampled)
+    assert ids.read == 0

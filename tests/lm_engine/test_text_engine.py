@@ -23,6 +23,7 @@ from tests.lm_engine.harness import (
     assert_same_answer,
     assert_same_distribution,
     check_idle,
+    evict_prefixes,
     greedy,
     run,
     run_one,
@@ -231,6 +232,7 @@ def test_what_cannot_be_served_is_refused_and_leaves_no_trace(this: Lab, engine:
     """SMP-05, SMP-06: the canary that runs meanwhile keeps every bit."""
     job = (_ids(12, 3), greedy(len(_REFUSED) + 8))
     before = run_one(engine, *job)
+    evict_prefixes(engine)
     bad = {
         name: _ids(4).request(name, SamplingParams(**({"max_tokens": 5} | fields)))
         for name, fields in _REFUSED.items()

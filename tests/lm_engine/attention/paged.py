@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from kv_offload.host_memory import HostMemory
 from kv_offload.kv_cache import KVCache
 from kv_offload.layout import KVLayout
+from kv_offload.superblock import SUPERBLOCK_TOKENS, SuperblockLayout
 from lm_engine.attention.base import AttentionBatch, SequenceSlice
 
 
@@ -74,6 +76,37 @@ def make_paged(
         row += query_len
     q = torch.randn(row, num_heads, head_dim, generator=generator).to(cache.dtype)
     return Paged(cache, AttentionBatch(tuple(sequences), torch.cat(all_slots)), q, keys, values)
+
+
+def offload(paged: Paged, superblocks: int) -> Paged:
+    """The same batch with up to so many superblocks of each context on the host, as far as they
+    end before its rows; their blocks on the device are poisoned. They lie in mixed order."""
+    layout = paged.cache.layout
+    size = SUPERBLOCK_TOKENS // layout.block_size
+    counts = [
+        min(superblocks, (s.context_len - s.query_len) // SUPERBLOCK_TOKENS)
+        for s in paged.batch.sequences
+    ]
+    host = HostMemory(SuperblockLayout(layout), sum(counts) + 1)
+    host.poison(range(host.num_superblocks))
+    slots = list(range(host.num_superblocks))
+    random.Random(1).shuffle(slots)
+    cache = KVCache(layout, paged.cache.num_blocks, "cpu", host=host)
+    cache.storage.copy_(paged.cache.storage)
+    sequences = []
+    for sequence, count in zip(paged.batch.sequences, counts, strict=True):
+        blocks = [first + i for first, length in sequence.runs for i in range(length)]
+        cold = []
+        for _ in range(count):
+            slot, gone, blocks = slots.pop(), blocks[:size], blocks[size:]
+            rows = [b * layout.block_size + i for b in gone for i in range(layout.block_size)]
+            host.superblocks[slot] = cache.storage[:, :, :, rows]
+            cache.poison(gone)
+            cold.append(slot)
+        runs = tuple((block, 1) for block in blocks)
+        sequences.append(replace(sequence, runs=runs, cold=tuple(cold)))
+    batch = AttentionBatch(tuple(sequences), paged.batch.slots)
+    return Paged(cache, batch, paged.q, paged.keys, paged.values)
 
 
 def naive(

@@ -18,7 +18,7 @@ from lm_engine.attention.native import NativeAttention, NativeWriter
 from lm_engine.attention.reference import ReferenceAttention
 from lm_engine.attention.select import select
 from lm_engine.native import library
-from tests.lm_engine.attention.paged import Paged, make_paged, naive
+from tests.lm_engine.attention.paged import Paged, make_paged, naive, offload
 
 SCALE = 0.25
 
@@ -210,6 +210,22 @@ def test_inference_mode_is_no_different(make_backend: MakeBackend) -> None:
         assert_same(attend(make_backend(16), paged), naive(paged, None, SCALE))
 
 
+COLD = [(1, 1400), (1, 600), (40, 1100), (300, 700), (1, 200), (3, 900)]
+
+
+@pytest.mark.parametrize("window", [None, 100, 700])
+@pytest.mark.parametrize("superblocks", [1, 9])
+def test_cold_contexts_are_attended_where_they_lie(
+    make_backend: MakeBackend, superblocks: int, window: int | None
+) -> None:
+    paged = make_paged(COLD, block_size=16, num_layers=2, scatter=0.1)
+    want = attend(ReferenceAttention(), paged, window, layer=1)
+    cold = offload(paged, superblocks)
+    assert any(s.cold for s in cold.batch.sequences)
+    assert_same(attend(make_backend(), cold, window, layer=1), want, 3e-5)
+    assert_same(attend(ReferenceAttention(), cold, window, layer=1), want, 3e-5)
+
+
 @pytest.fixture(scope="module")
 def native() -> NativeAttention:
     try:
@@ -225,6 +241,15 @@ def test_where_keys_lie_changes_no_bit(native: NativeAttention, query_len: int) 
         for scatter in (0.0, 1.0)
     )
     for one, other in zip(attend(native, together), attend(native, apart), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("superblocks", [1, 9])
+def test_the_tier_changes_no_bit(native: NativeAttention, superblocks: int) -> None:
+    paged = make_paged(COLD, block_size=16, head_dim=20, scatter=0.1)
+    for one, other in zip(
+        attend(native, paged), attend(native, offload(paged, superblocks)), strict=True
+    ):
         assert torch.equal(one, other)
 
 

@@ -5,29 +5,45 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lm_engine.attention.base import AttentionBatch, Piece, SequenceSlice, pieces, stretches
+from lm_engine.attention.base import (
+    AttentionBatch,
+    Piece,
+    SequenceSlice,
+    Stretch,
+    pieces,
+    stretches,
+)
 from lm_engine.attention.dense import plan_rows
 from tests.lm_engine.attention.paged import make_paged
 
 
 def test_stretches_join_neighbours_and_keep_gaps() -> None:
-    runs = ((5, 2), (7, 1), (2, 1))
-    assert stretches(runs, 4, 0, 16) == ((20, 12), (8, 4))
-    assert stretches(runs, 4, 3, 13) == ((23, 9), (8, 1))
-    assert stretches(runs, 4, 12, 14) == ((8, 2),)
+    table = SequenceSlice(0, 1, 16, ((5, 2), (7, 1), (2, 1)))
+    assert stretches(table, 4, 0, 16) == (Stretch(20, 12), Stretch(8, 4))
+    assert stretches(table, 4, 3, 13) == (Stretch(23, 9), Stretch(8, 1))
+    assert stretches(table, 4, 12, 14) == (Stretch(8, 2),)
+
+
+def test_a_cold_beginning_comes_before_the_block_table() -> None:
+    table = SequenceSlice(0, 1, 600, ((5, 22),), cold=(3, 1))
+    assert stretches(table, 4, 0, 600) == (Stretch(0, 256, 3), Stretch(0, 256, 1), Stretch(20, 88))
+    assert stretches(table, 4, 250, 300) == (Stretch(250, 6, 3), Stretch(0, 44, 1))
+    assert stretches(table, 4, 512, 514) == (Stretch(20, 2),)
+    with pytest.raises(ValueError, match="covers 600 tokens of a context of 601; it lacks 1 block"):
+        stretches(table, 4, 0, 601)
 
 
 def test_a_block_table_that_is_too_short_says_what_it_lacks() -> None:
     with pytest.raises(ValueError, match=r"covers 8 tokens of a context of 17; it lacks 3 blocks"):
-        stretches(((5, 2),), 4, 0, 17)
+        stretches(SequenceSlice(0, 1, 17, ((5, 2),)), 4, 0, 17)
 
 
 def test_pieces_begin_at_multiples_of_the_split() -> None:
     sequence = SequenceSlice(0, 1, 70, ((0, 5), (9, 5)))
     assert list(pieces(sequence, 8, 32, 5, 70)) == [
-        Piece(5, 27, ((5, 27),)),
-        Piece(32, 32, ((32, 8), (72, 24))),
-        Piece(64, 6, ((96, 6),)),
+        Piece(5, 27, (Stretch(5, 27),)),
+        Piece(32, 32, (Stretch(32, 8), Stretch(72, 24))),
+        Piece(64, 6, (Stretch(96, 6),)),
     ]
 
 
@@ -70,7 +86,7 @@ def test_a_chunk_meets_only_keys_that_some_row_sees(
     paged = make_paged([(query_len, context)])
     (group,) = plan_rows(paged.batch.sequences[0], paged.cache, 64, window)
     assert [
-        (part.num_rows, sum(n for _, n in part.stretches), part.causal, part.mask is not None)
+        (part.num_rows, sum(s.length for s in part.stretches), part.causal, part.mask is not None)
         for part in group.parts
     ] == expected
 
@@ -79,5 +95,5 @@ def test_a_long_chunk_under_a_window_is_cut_into_rows() -> None:
     paged = make_paged([(1000, 1200)], block_size=16)
     groups = list(plan_rows(paged.batch.sequences[0], paged.cache, 2048, 200))
     assert [group.num_rows for group in groups] == [200] * 5
-    masked = sum(p.num_rows * sum(n for _, n in p.stretches) for g in groups for p in g.parts)
+    masked = sum(p.num_rows * sum(s.length for s in p.stretches) for g in groups for p in g.parts)
     assert masked <= 2 * 1000 * 200

@@ -19,6 +19,7 @@ CLASSES = {
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
     "smollm3": "SmolLM3Config",
+    "phi3": "Phi3Config",
     "llava": "LlavaConfig",
     "llava_onevision": "LlavaOnevisionConfig",
     "smolvlm": "SmolVLMConfig",
@@ -61,6 +62,17 @@ HUB_FILES: dict[str, dict[str, Any]] = {
     "qwen2 windowed": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 20},
     "qwen3": {"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16},
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 3, "num_hidden_layers": 6},
+    "phi-3.5": {
+        "model_type": "phi3",
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "sliding_window": 262144,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 48,
+            "long_factor": [1.0 + i for i in range(48)],
+        },
+    },
     "llava 1.5": {
         "model_type": "llava",
         "text_config": {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 32064},
@@ -112,12 +124,13 @@ def check_against(config: DecoderConfig, whole: Any) -> None:
     assert config.max_positions == text.max_position_embeddings
     assert config.rope.theta == text.rope_parameters["rope_theta"]
     assert config.rope.kind == text.rope_parameters["rope_type"]
-    assert config.rope.factor == text.rope_parameters.get("factor", 1.0)
+    if config.rope.kind != "longrope":
+        assert config.rope.factor == text.rope_parameters.get("factor", 1.0)
     assert config.activation == text.hidden_act
     assert config.tied == whole.tie_word_embeddings
     kinds = getattr(text, "layer_types", None)
     windows: tuple[int | None, ...] = (None,) * config.num_layers
-    if text.model_type == "mistral":
+    if text.model_type in ("mistral", "phi3"):
         windows = (text.sliding_window,) * config.num_layers
     elif kinds is not None:
         windows = tuple(text.sliding_window if k == "sliding_attention" else None for k in kinds)
@@ -162,8 +175,7 @@ def test_deepstack_depth_is_read_from_the_vision_part() -> None:
     ("changes", "says"),
     [
         ({"model_type": "gpt2"}, "'gpt2'.*Supported are:.*llama.*qwen3_vl"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*llama3"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'.*linear"),
+        ({"rope_scaling": {"type": "ntk-alpha"}}, "'ntk-alpha'.*llama3, yarn, longrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_act": "relu"}, "'relu'.*silu"),
         (

@@ -30,6 +30,7 @@ from lm_engine.models.gguf_tokenizer import (
 from lm_engine.models.loader import load_decoder
 from lm_engine.models.weights import SafetensorsSource
 from tests.checkpoints import checkpoint
+from tests.lm_engine.models.ropes import YARN, with_rope
 from tests.lm_engine.models.test_decoder import logits_of, prompt, reference
 
 Kind = gguf.GGMLQuantizationType
@@ -206,13 +207,25 @@ def test_linear_rope(root: Path, tmp_path: Path) -> None:
     )
 
 
+def test_yarn(root: Path, tmp_path: Path) -> None:
+    scaling = {
+        "rope_scaling_type": gguf.RopeScalingType.YARN,
+        "rope_scaling_factor": YARN["factor"],
+        "rope_scaling_orig_ctx_len": YARN["original_max_position_embeddings"],
+    }
+    folder = with_rope("llama", root, tmp_path, YARN)
+    loaded = load_decoder(write(tmp_path / "tiny.gguf", folder, metadata=scaling))
+    ids = prompt(length=160)
+    torch.testing.assert_close(logits_of(loaded, ids), reference(folder, ids), atol=1e-4, rtol=0)
+
+
 # What is refused
 
 
-def test_yarn_is_refused(root: Path, tmp_path: Path) -> None:
-    scaling = {"rope_scaling_type": gguf.RopeScalingType.YARN, "rope_scaling_factor": 2.0}
+def test_longrope_is_refused(root: Path, tmp_path: Path) -> None:
+    scaling = {"rope_scaling_type": gguf.RopeScalingType.LONGROPE, "rope_scaling_factor": 2.0}
     path = write(tmp_path / "tiny.gguf", checkpoint("llama", root), metadata=scaling)
-    with pytest.raises(UnsupportedModelError, match="'yarn'"):
+    with pytest.raises(UnsupportedModelError, match="short_factor has 0 numbers"):
         load_decoder(path)
 
 
@@ -270,6 +283,9 @@ def test_not_a_gguf_file(data: bytes, kind: type[Exception], tmp_path: Path) -> 
 
 def test_a_folder_of_one_gguf_file_is_that_file(root: Path, tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", checkpoint("llama", root))
+    assert isinstance(load_decoder(tmp_path).checkpoint.source, GGUFSource)
+    # Repositories of GGUF files often carry the original model's config.json.
+    (tmp_path / "config.json").write_text("{}")
     assert isinstance(load_decoder(tmp_path).checkpoint.source, GGUFSource)
     write(tmp_path / "b.gguf", checkpoint("llama", root))
     with pytest.raises(ModelNotFoundError, match=r"2 GGUF files.*a\.gguf, b\.gguf"):

@@ -87,6 +87,7 @@ class FakeEngine:
         self._sent: dict[str, int] = {}
         self._steps = 0
         self._tokens = 0
+        self._resets = 0
 
     def add(self, request: Request, media: tuple[MediaItem, ...]) -> list[RequestOutput]:
         if request.token_ids[0] == REFUSE:
@@ -101,6 +102,9 @@ class FakeEngine:
     def abort(self, request_id: str) -> None:
         self._live.pop(request_id, None)
         self._arena.release_all(request_id)
+
+    def reset_prefix_cache(self, tenant: str) -> None:
+        self._resets += 1
 
     def has_work(self) -> bool:
         return bool(self._live)
@@ -145,6 +149,7 @@ class FakeEngine:
             num_running=len(self._live),
             steps=self._steps,
             generation_tokens=self._tokens,
+            kv_cleared=self._resets,
             embedding_rows_total=arena.rows_total,
             embedding_rows_used=arena.rows_used,
             images_encoded=arena.encodes,

@@ -23,10 +23,20 @@ PATIENCE_S = 60.0
 
 @contextlib.asynccontextmanager
 async def running(
-    model: str = "", *, supervision: Supervision | None = None, wait: bool = True
+    model: str = "",
+    *,
+    supervision: Supervision | None = None,
+    wait: bool = True,
+    log_level: str = "info",
 ) -> AsyncIterator[ProcessEngineClient]:
     """A client of fake stages; afterwards all of its processes are gone."""
-    client = start(EngineOptions(model), factories=FACTORIES, supervision=supervision, path=(ROOT,))
+    client = start(
+        EngineOptions(model),
+        factories=FACTORIES,
+        supervision=supervision,
+        path=(ROOT,),
+        log_level=log_level,
+    )
     pids: set[int] = {client.supervisor_pid}
     try:
         if wait:

@@ -42,6 +42,14 @@ async def test_stats_follow_within_a_moment() -> None:
         await until(client, seen)
 
 
+async def test_a_reset_of_the_prefix_cache_reaches_the_engine() -> None:
+    async with running() as client:
+        assert client.reset_prefix_cache("tenant")
+        await collect(client, request("a", max_tokens=1))
+        await until(client, lambda s: s.stats is not None and s.stats.kv_cleared == 1)
+    assert not client.reset_prefix_cache("tenant"), "nobody is there to be told"
+
+
 async def test_a_thousand_requests_lose_and_reorder_nothing(
     record_property: pytest.RecordProperty,
 ) -> None:

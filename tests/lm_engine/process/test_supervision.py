@@ -12,8 +12,10 @@ import time
 
 import pytest
 
-from lm_engine.process.messages import Supervision
-from tests.lm_engine.process.fakes import CRASH, HANG, SLOW, image, request
+from lm_engine.options import EngineOptions
+from lm_engine.process.client import start
+from lm_engine.process.messages import Factories, Supervision
+from tests.lm_engine.process.fakes import CRASH, FACTORIES, HANG, SLOW, image, request
 from tests.lm_engine.process.harness import (
     PATIENCE_S,
     ROOT,
@@ -165,10 +167,6 @@ async def test_a_stage_that_dies_while_loading_is_tried_again_and_then_given_up(
 
 
 async def test_a_factory_that_does_not_exist_is_a_failure_with_its_name() -> None:
-    from lm_engine.options import EngineOptions
-    from lm_engine.process.client import start
-    from lm_engine.process.messages import Factories
-
     client = start(EngineOptions("x"), factories=Factories(plan="no_such_module:plan"))
     status = await until(client, lambda s: s.phase == "failed")
     assert "no_such_module" in status.detail
@@ -259,6 +257,39 @@ async def test_signals_to_the_whole_group_do_not_cut_requests() -> None:
         os.kill(client.supervisor_pid, signal.SIGINT)
         assert texts(await task) == "".join(f"{i} " for i in range(20))
         assert client.status().epoch == 0
+
+
+async def test_signals_on_the_way_up_are_answered_later(capfd: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C reaches every process of the terminal; the supervisor may be anywhere in its start."""
+    async with running(wait=False) as client:
+        for _ in range(60):
+            if client.status().phase != "starting":
+                break
+            os.kill(client.supervisor_pid, signal.SIGINT)
+            await asyncio.sleep(0.005)
+        await until(client, lambda s: s.phase == "ready")
+    for delay_s in (0.0, 0.05, 0.2):
+        client = start(EngineOptions("slow-load"), factories=FACTORIES, path=(ROOT,))
+        await asyncio.sleep(delay_s)
+        os.kill(client.supervisor_pid, signal.SIGTERM)
+        begin = time.monotonic()
+        await asyncio.wait_for(client.close(drain_s=0.0), PATIENCE_S)
+        assert client._process.returncode in (0, -signal.SIGKILL)
+        assert time.monotonic() - begin < 20
+        await gone([client.supervisor_pid])
+    assert "Traceback" not in capfd.readouterr().err
+
+
+async def test_an_end_while_importing_does_not_wait_for_it() -> None:
+    """Importing torch takes seconds, in which no message is read."""
+    limits = Supervision(term_grace_s=600.0)
+    factories = Factories(plan="tests.lm_engine.process.slow_import:plan")
+    client = start(
+        EngineOptions(""), factories=factories, supervision=limits, path=(ROOT,), log_level="error"
+    )
+    await until(client, lambda s: s.detail == "importing")
+    await asyncio.wait_for(client.close(drain_s=0.0), PATIENCE_S)
+    await gone([client.supervisor_pid])
 
 
 async def test_both_stages_killed_at_once_come_back() -> None:

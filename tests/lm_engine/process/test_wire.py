@@ -37,6 +37,7 @@ from lm_engine.process.messages import (
     Ready,
     Replies,
     Report,
+    ResetPrefixCache,
     Start,
     StepEvents,
     Stop,
@@ -104,6 +105,7 @@ MESSAGES: tuple[Message, ...] = (
     Planned(Plan(EngineOptions("m"), True, 4096, 16, (4, 64))),
     Ready(INFO),
     LoadFailed("why"),
+    ResetPrefixCache("t"),
 )
 
 

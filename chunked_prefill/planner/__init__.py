@@ -1,0 +1,1 @@
+"""What a model needs of a device, by arithmetic. Imports no torch."""

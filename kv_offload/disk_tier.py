@@ -1,0 +1,274 @@
+"""Superblocks on disk: found again after a restart, never believed unchecked.
+
+Owns: DiskTier: which superblocks lie in its folder, under which keys, within which bound; and
+`chain_key`, by which they are named. Does not own: the form of a file (disk_file.py), what a key
+covers beyond the tokens (the caller's root says), host memory, or when files are written and read
+(transfer.py: both happen in a copy thread). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kv_offload import disk_file
+from kv_offload.superblock import SuperblockLayout
+from kv_offload.tickets import CopyError
+
+logger = logging.getLogger(__name__)
+
+MISSING, BROKEN, DISK = "missing", "broken", "disk"
+"""Causes of failure: no such file (any more), one that does not check out, an error of the disk."""
+
+
+class HostBytes(Protocol):
+    """The bytes of host slots; HostMemory has them."""
+
+    def raw(self, slot: int) -> memoryview:
+        """A slot's superblock, writable."""
+        ...
+
+    def seal(self, slot: int) -> None:
+        """What was written into a slot is complete."""
+        ...
+
+
+class DiskTierError(Exception):
+    """The folder cannot be used; the message says why and what helps."""
+
+
+def chain_key(parent: bytes, elements: bytes) -> bytes:
+    """32-byte name of the KV of `elements` (token ids and image keys, as bytes) behind what
+    `parent` names. SHA-256: nobody can make another prompt that gives the same key.
+
+    The first parent must cover everything else that KV depends on: model, KV dtype, rope, adapter,
+    and the tenant as the server knows it (vLLM #12621, #29163).
+    """
+    return hashlib.sha256(_checked(parent) + elements).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """A snapshot; counters count since the start of the process."""
+
+    files: int
+    num_bytes: int
+    saves: int
+    hits: int
+    misses: int
+    """Fetches of a key that was not, or no longer, there."""
+    broken: int
+    """Files that did not check out, and were removed."""
+    evictions: int
+
+
+class DiskTier:
+    """Full superblocks in a folder of its own, at most `max_bytes` of them; least recently used
+    leave first. One process uses the folder at a time.
+
+    Args:
+        memory: the bytes of host slots, which saving reads and fetching writes.
+
+    Raises DiskTierError when the folder cannot be written, is used by another process, or the bound
+    does not hold one superblock.
+    """
+
+    def __init__(
+        self, folder: Path, layout: SuperblockLayout, memory: HostBytes, max_bytes: int
+    ) -> None:
+        self.folder, self.layout, self.max_bytes = folder, layout, max_bytes
+        self._file_bytes = disk_file.HEADER.size + layout.num_bytes
+        if max_bytes < self._file_bytes:
+            raise DiskTierError(
+                f"the disk tier may take {max_bytes:,} bytes, one superblock takes "
+                f"{self._file_bytes:,}; allow more, or leave the disk tier out"
+            )
+        self._memory = memory
+        self._fingerprint = layout.fingerprint()
+        self._lock = threading.Lock()
+        """Around the index and counters: the copy thread changes them, the engine's loop asks."""
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._num_bytes = 0
+        self._saves = self._hits = self._misses = self._broken = self._evictions = 0
+        self._owner = _own(folder)
+        self._find_files()
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the superblocks that are saved: full ones only."""
+        return self.layout.blocks
+
+    @property
+    def stats(self) -> DiskStats:
+        with self._lock:
+            return DiskStats(
+                len(self._sizes),
+                self._num_bytes,
+                self._saves,
+                self._hits,
+                self._misses,
+                self._broken,
+                self._evictions,
+            )
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a fetch is worth trying; the file may still turn out broken."""
+        with self._lock:
+            return key in self._sizes
+
+    def save(self, slot: int, key: bytes) -> SaveWork:
+        """Write the full superblock of a slot."""
+        return SaveWork(self, slot, _checked(key))
+
+    def fetch(self, key: bytes, slot: int) -> FetchWork:
+        """Read what was saved under a key into a slot."""
+        return FetchWork(self, _checked(key), slot)
+
+    def close(self) -> None:
+        """Leave the folder to the next process; the files stay."""
+        os.close(self._owner)
+
+    # -- in the copy thread ------------------------------------------------------------------------
+
+    def write(self, slot: int, key: bytes) -> None:
+        """Raises CopyError(DISK) when the disk takes no more."""
+        if key in self:
+            return
+        self._make_room(self._file_bytes)
+        path = disk_file.path_of(self.folder, key)
+        try:
+            disk_file.write(path, self._fingerprint, key, self._memory.raw(slot))
+        except OSError as error:
+            logger.warning("%s was not saved: %s", path, error)
+            raise CopyError(DISK) from error
+        with self._lock:
+            self._sizes[key] = self._file_bytes
+            self._num_bytes += self._file_bytes
+            self._saves += 1
+
+    def read(self, key: bytes, slot: int) -> None:
+        """Raises CopyError with MISSING or BROKEN; the slot then holds anything."""
+        with self._lock:
+            if key not in self._sizes:
+                self._misses += 1
+                raise CopyError(MISSING)
+            self._sizes.move_to_end(key)
+        path = disk_file.path_of(self.folder, key)
+        try:
+            fault = disk_file.read(path, self._fingerprint, key, self._memory.raw(slot))
+        except OSError as error:
+            fault = f"it cannot be read: {error.strerror}"
+        if fault is not None:
+            logger.warning("%s is a miss, and removed: %s", path, fault)
+            self._forget(key)
+            with self._lock:
+                self._broken += 1
+            raise CopyError(BROKEN)
+        self._memory.seal(slot)
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        with self._lock:
+            self._hits += 1
+
+    def _make_room(self, num_bytes: int) -> None:
+        while True:
+            with self._lock:
+                if self._num_bytes + num_bytes <= self.max_bytes:
+                    return
+                oldest = next(iter(self._sizes))
+                self._evictions += 1
+            self._forget(oldest)
+
+    def _forget(self, key: bytes) -> None:
+        with self._lock:
+            self._num_bytes -= self._sizes.pop(key, 0)
+        with contextlib.suppress(OSError):
+            disk_file.path_of(self.folder, key).unlink()
+
+    def _find_files(self) -> None:
+        """The index of what an earlier process left, oldest first; strangers' files stay."""
+        found: list[tuple[float, bytes, int]] = []
+        for entry in os.scandir(self.folder):
+            key = disk_file.key_of(entry.name)
+            if key is None or not entry.is_file(follow_symlinks=False):
+                continue
+            if entry.name.endswith(disk_file.UNFINISHED):
+                os.unlink(entry.path)
+                continue
+            about = entry.stat(follow_symlinks=False)
+            found.append((about.st_mtime, key, about.st_size))
+        for _, key, size in sorted(found):
+            self._sizes[key] = size
+            self._num_bytes += size
+        self._make_room(0)
+
+    def check_invariants(self) -> None:
+        with self._lock:
+            if self._num_bytes != sum(self._sizes.values()) or self._num_bytes > self.max_bytes:
+                raise AssertionError(f"{self._num_bytes} bytes are counted of {self._sizes}")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWork:
+    """Writes one file; a Work."""
+
+    tier: DiskTier
+    slot: int
+    key: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tier.layout.num_bytes
+
+    def run(self) -> None:
+        self.tier.write(self.slot, self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchWork:
+    """Reads one file; a Work."""
+
+    tier: DiskTier
+    key: bytes
+    slot: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tier.layout.num_bytes
+
+    def run(self) -> None:
+        self.tier.read(self.key, self.slot)
+
+
+def _checked(key: bytes) -> bytes:
+    if len(key) != disk_file.KEY_BYTES:
+        raise ValueError(f"a key has {disk_file.KEY_BYTES} bytes, not {len(key)}")
+    return key
+
+
+def _own(folder: Path) -> int:
+    """A descriptor that holds the folder for this process."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        held = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise DiskTierError(
+            f"the disk tier's folder {folder} cannot be used: {error.strerror}. Name a folder that "
+            "this user can write."
+        ) from error
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(held)
+        raise DiskTierError(
+            f"the disk tier's folder {folder} is used by another server; give each its own"
+        ) from error
+    return held
