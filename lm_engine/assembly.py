@@ -1,7 +1,7 @@
 """From options and files to an engine: the composition root.
 
-Owns: what "auto" resolves to (dtype, device, sizes of the KV pool, of the embedding arena and of
-the context), and the order in which parts are built. Does not own: any part.
+Owns: what "auto" resolves to (dtype, device, size of the embedding arena; kv_sizing.py has the KV
+and the context), and the order in which parts are built. Does not own: any part.
 """
 
 from __future__ import annotations
@@ -20,28 +20,21 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from chunked_prefill.budget import Budget, TimeBudget, TokenBudget
 from chunked_prefill.scheduler import Scheduler
-from chunked_prefill.step_time import StepTimeEstimator, prior_model
-from kv_offload.host_memory import HostMemory, HostMemoryError, superblocks_in_budget
-from kv_offload.host_pool import HostPool
 from kv_offload.kv_cache import KVCache
-from kv_offload.kv_manager import KVManager
-from kv_offload.layout import KVLayout, LayoutError
+from kv_offload.layout import KVLayout
 from kv_offload.radix_cache import CacheKey
-from kv_offload.superblock import SUPERBLOCK_TOKENS, SuperblockLayout
 from lm_engine.attention.native import NativeWriter
 from lm_engine.attention.select import select
 from lm_engine.client import ModelInfo
 from lm_engine.engine import Engine
 from lm_engine.images import ImageFeed
-from lm_engine.models.checkpoint import Checkpoint, available_bytes, open_checkpoint
+from lm_engine.kv_sizing import host_memory, kv_manager, size_context, step_budget
+from lm_engine.models.checkpoint import Checkpoint, open_checkpoint
 from lm_engine.models.config import DecoderConfig
 from lm_engine.models.decoder import Decoder
 from lm_engine.models.errors import (
-    LoadError,
     MissingFileError,
-    OutOfMemoryError,
     UnsupportedModelError,
 )
 from lm_engine.models.loader import LoadProgress, load_decoder
@@ -64,25 +57,6 @@ Progress = Callable[[str, float, float, float | None], None]
 """progress(phase, done, total, eta_s); done and total in bytes, 0 while unknown."""
 
 _DEFAULT_EMBEDDING_ROWS = 8192
-_CPU_KV_SHARE = 0.25
-"""Of free host memory: pages are taken when they are first written, so this is a limit, not a
-cost, and the rest stays for weights that are still to be read and for other processes."""
-_CUDA_KV_SHARE = 0.9
-_MIN_CONTEXT = 256
-_CPU_TPOT_S, _CUDA_TPOT_S = 0.2, 0.05
-"""Default promises: reading speed where arithmetic is dear, the field's usual one where not."""
-_STEP_SHARE = 0.75
-"""Of the promise that a step may plan for; the rest is for what no model of steps foresees."""
-_CPU_FLOPS, _CUDA_FLOPS = 5e10, 1e14
-"""Guesses that the first steps correct."""
-
-
-class HostTierError(LoadError):
-    """The host tier that was asked for cannot be had."""
-
-
-class ContextTooLongError(LoadError):
-    """--max-model-len asks for more than the model or the memory has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +171,8 @@ def build_engine(
         dtype=str(loaded.decoder.dtype).removeprefix("torch."),
         windows=config.windows,
     )
-    host = _host_memory(options, layout, device)
-    num_blocks, max_model_len = _size_context(options, config, layout, device, host)
+    host = host_memory(options, layout, device)
+    num_blocks, max_model_len = size_context(options, config, layout, device, host)
     loaded.decoder.fix_context(max_model_len)
     config = loaded.decoder.config
 
@@ -213,7 +187,7 @@ def build_engine(
         images = ImageFeed(EmbeddingArena(storage.shape[0]), vision)
     checkpoint.close()
 
-    kv = _kv_manager(options, num_blocks, host)
+    kv = kv_manager(options, num_blocks, host)
     info = ModelInfo(
         name=options.served_name or loaded.name,
         max_model_len=max_model_len,
@@ -236,7 +210,7 @@ def build_engine(
     )
     scheduler = Scheduler(
         kv,
-        _budget(options, loaded.decoder, device),
+        step_budget(options, config, device),
         options.max_num_seqs,
         cache_key(checkpoint, config, layout),
     )
@@ -256,30 +230,6 @@ def cache_key(checkpoint: Checkpoint, config: DecoderConfig, layout: KVLayout) -
         stat = file.stat()
         digest.update(f"\0{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
     return CacheKey(model=digest.digest(), kv_dtype=layout.dtype, rope=config.rope_fingerprint)
-
-
-def _budget(options: EngineOptions, decoder: Decoder, device: torch.device) -> Budget:
-    promise = options.tpot_slo_s
-    if promise is None:
-        promise = _CPU_TPOT_S if device.type == "cpu" else _CUDA_TPOT_S
-    if promise == 0:
-        return TokenBudget(options.max_num_batched_tokens)
-    config = decoder.config
-    attention_width = config.num_heads * config.head_dim
-    kv_width = config.num_kv_heads * config.head_dim
-    weights = (
-        config.num_layers
-        * config.hidden_size
-        * (2 * attention_width + 2 * kv_width + 3 * config.intermediate_size)
-    )
-    prior = prior_model(
-        linear_flops_per_token=2 * weights,
-        attention_flops_per_pair=4 * attention_width * config.num_layers,
-        flops_per_s=_CPU_FLOPS if device.type == "cpu" else _CUDA_FLOPS,
-    )
-    return TimeBudget(
-        options.max_num_batched_tokens, _STEP_SHARE * promise, StepTimeEstimator(prior)
-    )
 
 
 def _kernels(decoder: Decoder) -> ctypes.CDLL | None:
@@ -341,100 +291,3 @@ def _converted_tokenizer(folder: Path) -> Tokenizer:
             f"{folder}: its tokenizer has no fast form; tokenizer.json is needed"
         )
     return backend
-
-
-def _host_memory(
-    options: EngineOptions, layout: KVLayout, device: torch.device
-) -> HostMemory | None:
-    if options.host_kv_bytes is None:
-        return None
-    try:
-        superblocks = SuperblockLayout(layout, head_major=device.type == "cpu")
-        return HostMemory(superblocks, superblocks_in_budget(superblocks, options.host_kv_bytes))
-    except (HostMemoryError, LayoutError) as error:
-        raise HostTierError(str(error)) from error
-
-
-def _kv_manager(options: EngineOptions, num_blocks: int, host: HostMemory | None) -> KVManager:
-    try:
-        return KVManager(
-            num_blocks,
-            options.block_size,
-            prefix_caching=options.prefix_caching,
-            host=None if host is None else HostPool(host.num_superblocks),
-            chunk_tokens=options.max_num_batched_tokens,
-        )
-    except ValueError as error:
-        raise HostTierError(str(error)) from error
-
-
-def _check_pool(options: EngineOptions, need_bytes: int, device: torch.device) -> None:
-    """Refuses a pool that somebody asked for and the machine cannot hold. A CPU's pages are taken
-    one by one, so that without this the kernel would end the server in the middle of a request."""
-    free = available_bytes(device)
-    if options.kv_memory_bytes is None or free is None or need_bytes <= free:
-        return
-    share = int((_CPU_KV_SHARE if device.type == "cpu" else _CUDA_KV_SHARE) * free)
-    raise OutOfMemoryError(
-        need_bytes,
-        free,
-        str(device),
-        f"Use --kv-cache-memory-bytes {free} or less, or leave it out: {share} bytes are taken "
-        "then.",
-        what=f"the KV pool of --kv-cache-memory-bytes {options.kv_memory_bytes} needs",
-    )
-
-
-def _size_context(
-    options: EngineOptions,
-    config: DecoderConfig,
-    layout: KVLayout,
-    device: torch.device,
-    host: HostMemory | None = None,
-) -> tuple[int, int]:
-    """(blocks of the pool, longest context). The pool never exceeds what all sequences could use;
-    the context is fitted to the pool, or to the host tier's, when nobody asked for a length."""
-    if options.max_model_len is not None and options.max_model_len > config.most_positions:
-        raise ContextTooLongError(_too_long(options.max_model_len, config))
-    wanted = options.max_model_len or config.max_positions
-    ceiling = -(-wanted // layout.block_size) * options.max_num_seqs
-    if options.kv_memory_bytes is not None:
-        budget = options.kv_memory_bytes
-    else:
-        share = _CPU_KV_SHARE if device.type == "cpu" else _CUDA_KV_SHARE
-        free = available_bytes(device)
-        budget = ceiling * layout.bytes_per_block if free is None else int(share * free)
-    blocks = min(ceiling, budget // layout.bytes_per_block)
-    held = blocks * layout.block_size
-    _check_pool(options, blocks * layout.bytes_per_block, device)
-    if host is not None:
-        held = max(held, host.num_superblocks * SUPERBLOCK_TOKENS)
-    need = options.max_model_len or min(wanted, _MIN_CONTEXT)
-    if held < need:
-        need_bytes = -(-need // layout.block_size) * layout.bytes_per_block
-        shorter = f", or --max-model-len {held}" if held else ""
-        raise OutOfMemoryError(
-            need_bytes,
-            budget,
-            str(device),
-            f"Use --kv-cache-memory-bytes {need_bytes} or more{shorter}.",
-            what=f"the KV of one context of {need} tokens, the least that is worth serving, needs"
-            if options.max_model_len is None
-            else f"the KV of --max-model-len {need} needs",
-        )
-    return blocks, min(wanted, held)
-
-
-def _too_long(asked: int, config: DecoderConfig) -> str:
-    have = config.most_positions
-    stretch = ""
-    if config.rope.kind == "default":
-        rope = (
-            f'{{"rope_type": "yarn", "factor": {-(-asked // have)}.0, '
-            f'"original_max_position_embeddings": {have}}}'
-        )
-        stretch = f', or stretch its positions by "rope_scaling": {rope} in config.json'
-    return (
-        f"--max-model-len {asked} exceeds the {have} positions that this model was made for; use "
-        f"--max-model-len {have} or less{stretch}."
-    )

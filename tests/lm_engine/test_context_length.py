@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lm_engine.assembly import ContextTooLongError
 from lm_engine.engine import Engine
+from lm_engine.kv_sizing import ContextTooLongError
 from lm_engine.models.rope import inverse_frequencies
 from lm_engine.options import EngineOptions
 from tests.lm_engine.models.ropes import LONGROPE_8, ORIGINAL, YARN, with_rope

@@ -10,6 +10,7 @@ import torch
 
 from chunked_prefill.request import Request
 from lm_engine.engine import Engine
+from lm_engine.kv_sizing import HostTierError
 from tests.lm_engine.harness import (
     Lab,
     Prompt,
@@ -195,3 +196,13 @@ def test_peak_device_memory_is_the_pool_and_the_rest_is_the_hosts(lab: GetLab) -
     assert cache.num_slots == DEVICE_TOKENS
     assert cache.host is not None
     assert cache.host.num_superblocks * 256 == HOST_TOKENS
+
+
+def test_a_pool_too_small_for_it_is_refused_at_start(lab: GetLab) -> None:
+    with pytest.raises(HostTierError, match=r"holds 400 tokens; .* lower --max-num-batched-tokens"):
+        lab("llama").engine(budget=512, block_size=4, blocks=100, host_tokens=2048)
+
+
+def test_a_host_tier_of_less_than_a_superblock_is_refused(lab: GetLab) -> None:
+    with pytest.raises(HostTierError, match="256 tokens of this model's KV take"):
+        lab("llama").engine(block_size=4, blocks=400, host_tokens=100)
