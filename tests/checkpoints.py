@@ -167,6 +167,17 @@ _TEXT_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}},
     ),
+    "llama_long": (
+        "LlamaConfig",
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 131_200,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        },
+    ),
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "llama_bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
     "mistral": ("MistralConfig", {"sliding_window": 16}),
