@@ -9,6 +9,7 @@ python -m benchmarks.transformers_server MODEL PORT {generate,continuous} THREAD
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import threading
@@ -66,18 +67,35 @@ def create(folder: str, mode: str) -> FastAPI:
         while (token := await queue.get()) is not None:
             yield token
 
+    waiting: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[list[int]]]] = {}
+
+    def hand_out() -> None:
+        """One reader for all requests: each result belongs to whoever asked for it."""
+        while True:
+            result = manager.get_result(timeout=1.0)
+            if result is not None and result.request_id in waiting:
+                loop, queue = waiting[result.request_id]
+                loop.call_soon_threadsafe(queue.put_nowait, list(result.generated_tokens))
+
+    if manager is not None:
+        threading.Thread(target=hand_out, daemon=True).start()
+    names = itertools.count()
+
     async def batched(body: dict[str, Any]) -> AsyncIterator[int]:
-        name = manager.add_request(
-            body["prompt"], max_new_tokens=body["max_tokens"], streaming=True
-        )
-        seen = 0
-        while seen < body["max_tokens"]:
-            result = await asyncio.to_thread(manager.get_result, name, 60.0)
-            if result is None:
-                raise RuntimeError("continuous batching gave no result for 60 s")
-            for token in result.generated_tokens[seen:]:
-                seen += 1
-                yield int(token)
+        name, queue = f"r{next(names)}", asyncio.Queue[list[int]]()
+        waiting[name] = (asyncio.get_running_loop(), queue)
+        try:
+            manager.add_request(
+                body["prompt"], request_id=name, max_new_tokens=body["max_tokens"], streaming=True
+            )
+            seen = 0
+            while seen < body["max_tokens"]:
+                tokens = await asyncio.wait_for(queue.get(), 120)
+                for token in tokens[seen:]:
+                    seen += 1
+                    yield int(token)
+        finally:
+            del waiting[name]
 
     source = batched if mode == "continuous" else generated
 
