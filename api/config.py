@@ -29,6 +29,7 @@ from vision_encoder.media import MAX_PIXELS, MediaLimits
 ENV_PREFIX = "LONGLENS_"
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+_SHORTEST_PROMISE_S = 1e-3
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)")
 
 
@@ -48,13 +49,17 @@ def number(value: Any) -> Any:
 
 def _seconds(value: Any) -> Any:
     """`200ms` -> 0.2, `0.2s` -> 0.2; a bare number is refused, since either unit is plausible."""
-    if isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
-        return float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
     if value == 0 or value == "0":
         return 0.0
-    if isinstance(value, str | int | float):
-        raise ValueError(f"{value} lacks its unit; write 200ms or 0.2s (0 for no promise)")
-    return value
+    text = str(value).strip().lower()
+    if match := _DURATION.fullmatch(text):
+        seconds = float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
+        if seconds < _SHORTEST_PROMISE_S:
+            raise ValueError(f"{value} is shorter than any step; write 1ms or more, or 0 for none")
+        return seconds
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        raise ValueError(f"{value} lacks its unit; write {text}ms or {text}s (0 for no promise)")
+    raise ValueError(f"{value!r} is no duration; write 200ms or 0.2s (0 for no promise)")
 
 
 def _words(value: Any) -> Any:
@@ -119,7 +124,11 @@ class ServeConfig(BaseSettings):
     block_size: Count = _setting("Tokens in a KV block", 16, ge=1)
     kv_cache_memory_bytes: Count | None = _setting("KV pool, 4GiB say", core=True, ge=1)
     host_kv_gib: float | None = _setting(
-        "GiB of host memory for contexts beyond the KV pool", core=True, gt=0
+        "GiB of host memory for contexts beyond the KV pool",
+        core=True,
+        gt=0,
+        le=2**20,
+        allow_inf_nan=False,
     )
     enable_prefix_caching: bool = _setting("Reuse the KV of equal beginnings", True, core=True)
     embedding_rows: Count | None = _setting("Rows of the image embedding arena", ge=1)

@@ -27,6 +27,8 @@ _PRIOR_WEIGHT = 0.3
 """Of the prior's rows against one observation: enough to decide what nothing was seen of."""
 _GUARD_QUANTILE = 0.9
 _GUARD_WINDOW = 64
+_SHORTEST_S = 1e-6
+"""No step is shorter; weights that were fitted to hardly anything may say so."""
 _OUTLIER = 4.0
 """Steps this many times over or under the prediction say nothing about the next (a stopped
 process, a page fault storm) and would bend every weight."""
@@ -75,7 +77,7 @@ class StepTimeModel:
     pair_s: float
 
     def predict_s(self, load: StepLoad) -> float:
-        return float(np.dot(astuple(self), _features(load)))
+        return max(_SHORTEST_S, float(np.dot(astuple(self), _features(load))))
 
     def longest_chunk(self, depth: int, load: StepLoad, limit_s: float) -> int:
         """Most tokens of a further chunk at `depth` with which a step of `load` stays within
@@ -116,9 +118,9 @@ class StepTimeEstimator:
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """A step of `load` took `seconds` > 0."""
+        seconds = max(seconds, _SHORTEST_S)
         ratio = seconds / self.model.predict_s(load)
         if self.num_observed >= 2 * _REFIT_EVERY:
-            self._ratios.append(ratio)
             if not 1 / _OUTLIER < ratio < _OUTLIER:
                 self._surprises += 1
                 if self._surprises < _REFIT_EVERY:
@@ -127,6 +129,8 @@ class StepTimeEstimator:
                 self._seen.clear()
                 self._ratios.clear()
                 self.num_observed = 0
+            else:
+                self._ratios.append(ratio)
         self._surprises = 0
         self.num_observed += 1
         self._seen.setdefault(load.kind, deque(maxlen=_WINDOW)).append((load, seconds))

@@ -44,7 +44,8 @@ class ColdPrefixes:
         self.host = host
         self.size = SUPERBLOCK_TOKENS // block_size
         """Device blocks of a superblock."""
-        least = 2 * (self.size - -chunk_tokens // block_size)
+        chunk_blocks = -(-chunk_tokens // block_size)
+        least = 2 * (self.size + chunk_blocks)
         self.quota_blocks = max(least, num_blocks // 2)
         """Most device blocks of one large sequence: half of them can be a hit of the prefix cache,
         and a chunk and a superblock that is not full yet fit into the other half."""
@@ -100,19 +101,10 @@ class ColdPrefixes:
         self._owned.setdefault(owner, []).append(handle)
         return BlockStore(tuple(blocks), self.host.slot(handle))
 
-    def fork(self, parent: int, child: int) -> None:
-        """`child` shares the parent's beginning, which nobody writes any more."""
-        if parent in self._promised:
-            self._promised[child] = self._promised[parent]
-        if handles := self._owned.get(parent):
-            self.host.share(handles)
-            self._owned[child] = list(handles)
-
     def free(self, owner: int) -> None:
         self._promised.pop(owner, None)
         for handle in self._owned.pop(owner, ()):
-            if self.host.ref_count(handle) == 1:
-                self.host.drop(handle)
+            self.host.drop(handle)
             self.host.free([handle])
 
     def check_invariants(self) -> None:

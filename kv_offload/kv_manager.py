@@ -111,8 +111,9 @@ class KVManager:
     def _device_blocks(self, num_tokens: int, reach_tokens: int) -> int:
         """Device blocks of a sequence of `num_tokens` tokens that may reach `reach_tokens`."""
         need = self.blocks_for(num_tokens)
-        large = self.cold is not None and self.cold.is_large(reach_tokens)
-        return min(need, self.cold.quota_blocks) if large and self.cold else need
+        if self.cold is None or not self.cold.is_large(reach_tokens):
+            return need
+        return min(need, self.cold.quota_blocks)
 
     def runs(self, owner: int) -> tuple[tuple[int, int], ...]:
         """The block table as (first block, number of blocks) runs in token order, after the cold
@@ -367,8 +368,8 @@ class KVManager:
             raise ValueError(f"sequence {child} already has blocks")
         table = self._tables[parent]
         self.pool.share(table.blocks)
-        if self.cold is not None:
-            self.cold.fork(parent, child)
+        if table.large:
+            raise ValueError(f"sequence {parent} is larger than the device; it cannot be forked")
         self._tables[child] = _Table(list(table.blocks), list(table.runs), table.node)
 
     def free(self, owner: int) -> None:

@@ -70,11 +70,18 @@ def host_memory(
 ) -> HostMemory | None:
     if options.host_kv_bytes is None:
         return None
+    free = available_bytes(torch.device("cpu"))
+    if free is not None and options.host_kv_bytes > free:
+        # As with the pool, pages are taken one by one: too much would end the server mid-request.
+        raise HostTierError(
+            f"--host-kv-gib asks for {options.host_kv_bytes:,} bytes, {free:,} are available; use "
+            f"at most {free / 2**30:.1f}, less what the KV pool takes"
+        )
     try:
         superblocks = SuperblockLayout(layout, head_major=device.type == "cpu")
         return HostMemory(superblocks, superblocks_in_budget(superblocks, options.host_kv_bytes))
-    except (HostMemoryError, LayoutError) as error:
-        raise HostTierError(str(error)) from error
+    except (HostMemoryError, LayoutError, OSError) as error:
+        raise HostTierError(f"the host tier cannot be had: {error}") from error
 
 
 def kv_manager(options: EngineOptions, num_blocks: int, host: HostMemory | None) -> KVManager:
@@ -129,7 +136,7 @@ def size_context(
     blocks = min(ceiling, budget // layout.bytes_per_block)
     held = blocks * layout.block_size
     _check_pool(options, blocks * layout.bytes_per_block, device)
-    if host is not None:
+    if host is not None and blocks:
         held = max(held, host.num_superblocks * SUPERBLOCK_TOKENS)
     need = options.max_model_len or min(wanted, _MIN_CONTEXT)
     if held < need:

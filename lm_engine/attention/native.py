@@ -91,6 +91,9 @@ class NativeAttention:
     prepared last, and its calls must not overlap."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        limits = (ctypes.c_long * 4)()
+        library.longlens_attention_limits(limits)
+        assert tuple(limits) == (LANES, SPLIT_TOKENS, MOST_HEAD_DIM, _FEW_LANES)
         self._attend = library.longlens_attend
         self._attend.argtypes = (ctypes.c_void_p, ctypes.c_int)
         self._merge = library.longlens_merge
@@ -158,6 +161,12 @@ class NativeWriter:
         v: torch.Tensor,
     ) -> None:
         """See RowWriter."""
+        assert slots.dtype == torch.int64
+        assert slots.is_contiguous()
+        for rows in (k, v):
+            assert rows.dtype == torch.float32
+            assert rows.stride(2) == 1
+            assert rows.stride(1) == rows.shape[2]
         self._store(
             k.data_ptr(),
             k.stride(0),

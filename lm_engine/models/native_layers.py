@@ -53,7 +53,9 @@ class NativeKernels:
         """[out, in] -> [panels, in, panel], zeros beyond `out`."""
         outputs, inputs = weight.shape
         packed = torch.empty(-(-outputs // self.panel), inputs, self.panel)
-        self._pack(weight.contiguous().data_ptr(), inputs, outputs, packed.data_ptr())
+        # Named, so that it lives until the kernel has read it.
+        dense = weight.contiguous()
+        self._pack(dense.data_ptr(), inputs, outputs, packed.data_ptr())
         return packed
 
     def linear(
@@ -114,6 +116,10 @@ class NativeKernels:
     def rotate(self, heads: Tensor, by: Rotation) -> Tensor:
         """rope.rotate, in place: heads [M, H, d], dense but for the distance of rows."""
         cos, sin = by
+        assert heads.stride(2) == 1
+        assert heads.stride(1) == heads.shape[2]
+        assert cos.is_contiguous()
+        assert sin.is_contiguous()
         self._rotate(
             heads.data_ptr(),
             heads.stride(0),

@@ -1,8 +1,8 @@
 /* Attention of a step's rows over paged float32 keys and values, with log-sum-exp.
  *
  * Owns: the arithmetic of one call (all sequences and heads of a step, one layer), its spread over
- * threads, and the writing of new keys and values. Does not own: which rows see which keys, or how the work is cut: attention/native.py
- * prepares both once per step as plain arrays.
+ * threads, and the writing of new keys and values. Does not own: which rows see which keys, or how
+ * the work is cut: attention/native.py prepares both once per step as plain arrays.
  *
  * The idea: a LANE is one query row of one head, and vectors run across lanes. Scores are kept
  * transposed, S[key][lane], and so is the result, O[dim][lane]. Then both products take one number
@@ -15,8 +15,8 @@
  * own, and splits are merged in order of position by their log-sum-exp (in base 2 here). Where the
  * keys of a split lie, in how many pieces, and in which call they come, changes no bit.
  *
- * Few lanes (a decode row of grouped heads) would leave vectors empty; they go through `few`, whose
- * vectors run along the head's dimension instead.
+ * Few lanes (a decode row of grouped heads) would leave vectors empty; they go through split_by_dim,
+ * whose vectors run along the head's dimension instead.
  */
 #include "vectors.h"
 
@@ -24,7 +24,7 @@
 #define BLOCK 64       /* keys scored at a time */
 #define SPLIT 256      /* keys of a canonical split; a multiple of BLOCK */
 #define MOST_DIM 256   /* largest head size */
-#define FEW 8          /* most lanes that `few` takes */
+#define FEW 8          /* most lanes of a slice that goes by dimension */
 #define NOTHING -1e30f /* stands for -inf where arithmetic must stay finite */
 
 /* c[i][lanes] (+)= sum over k of a[i * a_row + k * a_col] * b[k][lanes], for ROWS rows of c. */
@@ -61,7 +61,8 @@ static void product(int rows, int depth, const float *a, long a_row, long a_col,
     for (int lane = 0; lane < lanes; lane += step) {
         int i = 0;
         for (; i + TILE_ROWS <= rows; i += TILE_ROWS)
-            tile<TILE_ROWS>(depth, a + i * a_row, a_row, a_col, b + lane, c + i * LANES + lane, add);
+            tile<TILE_ROWS>(depth, a + i * a_row, a_row, a_col, b + lane, c + i * LANES + lane,
+                    add);
         for (; i < rows; i++)
             tile<1>(depth, a + i * a_row, a_row, a_col, b + lane, c + i * LANES + lane, add);
     }
@@ -92,7 +93,8 @@ typedef struct {
  * Lane l of a sequence is query row l / group, head l % group of the KV head. */
 enum { SEQ_ROW, SEQ_ROWS, SEQ_CONTEXT, SEQ_PIECE, SEQ_PIECES, SEQ_FIELDS };
 enum { PIECE_POSITION, PIECE_OFFSET, PIECE_LENGTH, PIECE_REGION, PIECE_FIELDS };
-enum { TASK_SEQ, TASK_HEAD, TASK_LANE, TASK_LANES, TASK_START, TASK_END, TASK_PARTIAL, TASK_FIELDS };
+enum { TASK_SEQ, TASK_HEAD, TASK_LANE, TASK_LANES, TASK_START, TASK_END, TASK_PARTIAL,
+        TASK_FIELDS };
 
 /* Running result of a task: O[dim][LANES] unnormalised, with maximum and sum per lane. */
 typedef struct {
@@ -223,7 +225,8 @@ static void split_by_lanes(const Call *c, const int64_t *task, const int64_t **p
     }
 }
 
-static inline const float *query(const Call *c, const int64_t *task, const int64_t *seq, long lane) {
+static inline const float *query(const Call *c, const int64_t *task, const int64_t *seq,
+        long lane) {
     const long l = task[TASK_LANE] + lane;
     return c->q + (seq[SEQ_ROW] + l / c->group) * c->q_row +
            (task[TASK_HEAD] * c->group + l % c->group) * c->q_head;
@@ -231,7 +234,8 @@ static inline const float *query(const Call *c, const int64_t *task, const int64
 
 /* scores[i][k] of KEYS keys from k on, for N lanes. */
 template <int N, int KEYS>
-static inline __attribute__((always_inline)) void score_keys(int dim, const float *k, const float *q,
+static inline __attribute__((always_inline)) void score_keys(int dim, const float *k,
+        const float *q,
                                                              float (*scores)[SPLIT], long at) {
     vec acc[KEYS][N] = {};
     for (int d = 0; d < dim; d += WIDTH)
@@ -353,9 +357,11 @@ static void finish(const Call *c, const int64_t *task, const int64_t *seq, const
             row[dim + 1] = s->l[i];
         } else {
             const long l = task[TASK_LANE] + i;
-            const long at = (seq[SEQ_ROW] + l / c->group) * heads + task[TASK_HEAD] * c->group + l % c->group;
+            const long at = (seq[SEQ_ROW] + l / c->group) * heads + task[TASK_HEAD] * c->group
+                    + l % c->group;
             row = c->out + at * dim;
-            c->lse[at] = s->l[i] == 0 ? -INFINITY : (s->m[i] + log2f(s->l[i])) * 0.6931471805599453f;
+            c->lse[at] = s->l[i] == 0 ? -INFINITY : (s->m[i]
+                    + log2f(s->l[i])) * 0.6931471805599453f;
             weight = s->l[i] == 0 ? 0.f : 1.f / s->l[i];
         }
         if (by_dim)
@@ -371,7 +377,8 @@ static void run_task(const Call *c, const int64_t *task) {
     const int dim = c->dim, lanes = task[TASK_LANES];
     /* Of the whole slice, so that the tail of a chunk gets the bits that it would get elsewhere. */
     const int by_dim = seq[SEQ_ROWS] * c->group <= FEW && dim % WIDTH == 0;
-    const int padded = (lanes + TILE_VECTORS * WIDTH - 1) / (TILE_VECTORS * WIDTH) * (TILE_VECTORS * WIDTH);
+    const int padded = (lanes
+            + TILE_VECTORS * WIDTH - 1) / (TILE_VECTORS * WIDTH) * (TILE_VECTORS * WIDTH);
     State total, part;
     float q[MOST_DIM * LANES] __attribute__((aligned(64)));
     int32_t low[LANES] = {0}, high[LANES] = {0};
@@ -396,13 +403,19 @@ static void run_task(const Call *c, const int64_t *task) {
             split_few[lanes](c, task, &piece, start, end, q, low, high, into);
             if (!first) merge_by_dim(&total, &part, dim, lanes);
         } else {
-            split_by_lanes(c, task, &piece, start, end, q, low, high, low[lanes - 1], high[0], padded, into);
+            split_by_lanes(c, task, &piece, start, end, q, low, high, low[lanes - 1], high[0],
+                    padded, into);
             if (!first) merge(&total, &part, dim, padded);
         }
         first = 0;
         start = end;
     }
     finish(c, task, seq, &total, by_dim);
+}
+
+/* What native.py must know of these, in this order: a mismatch would overrun the arrays above. */
+extern "C" void longlens_attention_limits(long *limits) {
+    limits[0] = LANES, limits[1] = SPLIT, limits[2] = MOST_DIM, limits[3] = FEW;
 }
 
 extern "C" void longlens_attend(const Call *call, int threads) {

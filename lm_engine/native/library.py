@@ -14,6 +14,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -53,19 +54,32 @@ def load() -> ctypes.CDLL:
     headers = [Path(__file__).with_name(name) for name in _HEADERS]
     name = f"kernels-{_digest(compiler, [*sources, *headers])}.so"
     for folder in _folders():
+        library = folder / name
+        if not _is_ours(folder):
+            continue
+        if not library.exists():
+            _compile(compiler, sources, library)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            library = folder / name
-            if not library.exists():
-                _compile(compiler, sources, library)
             return ctypes.CDLL(str(library))
         except OSError:
-            # Not writable, or mounted so that code may not be run from it: the next one may do.
-            continue
+            # Damaged, or mounted so that code may not be run from it: the next folder may do, and
+            # the next start compiles anew.
+            library.unlink(missing_ok=True)
     raise NativeUnavailableError(
         f"compiled kernels can be kept in none of {', '.join(map(str, _folders()))}; set "
-        "XDG_CACHE_HOME to a folder that is writable and may hold programs"
+        "LONGLENS_CACHE to a folder of your own that is writable and may hold programs"
     )
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether the folder is there, or can be made, and nobody else can put a library into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.lstat()
+    except OSError:
+        return False
+    safe = found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return stat.S_ISDIR(found.st_mode) and safe and os.access(folder, os.W_OK)
 
 
 def _compiler() -> str:
@@ -113,6 +127,8 @@ def _compile(compiler: str, sources: list[Path], library: Path) -> None:
             said = (done.stderr.strip().splitlines() or ["nothing"])[0]
             raise NativeUnavailableError(f"{compiler} failed to compile the kernels: {said}")
         os.replace(partial, library)
+    except OSError as error:
+        raise NativeUnavailableError(f"{compiler} cannot be run: {error}") from error
     except subprocess.TimeoutExpired:
         raise NativeUnavailableError(
             f"{compiler} did not compile the kernels in {_COMPILE_TIMEOUT_S} s"

@@ -31,7 +31,8 @@ static inline __attribute__((always_inline)) void tile(long depth, const float *
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) acc[i][v] = bias ? *(const vec *)(bias + v * WIDTH) : vec{};
+        for (int v = 0; v < VECTORS; v++) acc[i][v] = bias ? *(const vec *)(bias + v * WIDTH)
+                : vec{};
     for (long k = 0; k < depth; k++) {
         vec column[VECTORS];
 #pragma GCC unroll 8
@@ -68,7 +69,7 @@ static void some_rows(int rows, long depth, const float *x, long x_row, const fl
 /* `width` outputs (a whole panel, or vectors of it, or the ragged end of y) of `rows` rows. */
 static void panel(int rows, long depth, const float *x, long x_row, const float *w, float *y,
                   long y_row, const float *bias, int width, Store store) {
-    float edge[TILE_ROWS * PANEL], edge_bias[PANEL];
+    float edge[TILE_ROWS * PANEL], edge_bias[PANEL] = {};
     for (int i = 0; i < rows; i += TILE_ROWS) {
         const int n = rows - i < TILE_ROWS ? rows - i : TILE_ROWS;
         const float *from = x + i * x_row;
@@ -79,10 +80,12 @@ static void panel(int rows, long depth, const float *x, long x_row, const float 
             some_rows<TILE_VECTORS / 2>(n, depth, from, x_row, w, to, y_row, bias, store);
         } else {
             if (bias) memcpy(edge_bias, bias, sizeof(float) * width);
-            some_rows<TILE_VECTORS>(n, depth, from, x_row, w, edge, PANEL, bias ? edge_bias : 0, SET);
+            some_rows<TILE_VECTORS>(n, depth, from, x_row, w, edge, PANEL, bias ? edge_bias : 0,
+                    SET);
             for (int r = 0; r < n; r++)
                 for (int j = 0; j < width; j++)
-                    to[r * y_row + j] = (store == ADD ? to[r * y_row + j] : 0) + edge[r * PANEL + j];
+                    to[r * y_row + j] = (store == ADD ? to[r * y_row + j] : 0) + edge[r * PANEL
+                            + j];
         }
     }
 }
@@ -92,7 +95,8 @@ extern "C" void longlens_pack(const float *w, long in, long out, float *packed) 
     for (long p = 0; p * PANEL < out; p++)
         for (long k = 0; k < in; k++)
             for (long j = 0; j < PANEL; j++)
-                packed[(p * in + k) * PANEL + j] = p * PANEL + j < out ? w[(p * PANEL + j) * in + k] : 0;
+                packed[(p * in + k) * PANEL + j] = p * PANEL + j < out ? w[(p * PANEL + j) * in
+                        + k] : 0;
 }
 
 /* y [rows][out] = (add ? y : 0) + x [rows][in] W^T + bias (null: none). Rows of x and y lie x_row
@@ -122,7 +126,8 @@ extern "C" void longlens_linear(const float *x, long x_row, long rows, long in, 
         const long p = t % panels, first = t / panels * BLOCK_ROWS;
         const long n = rows - first < BLOCK_ROWS ? rows - first : BLOCK_ROWS;
         const long width = out - p * PANEL < PANEL ? out - p * PANEL : PANEL;
-        panel(n, in, x + first * x_row, x_row, packed + p * in * PANEL, y + first * y_row + p * PANEL,
+        panel(n, in, x + first * x_row, x_row, packed + p * in * PANEL, y + first * y_row
+                + p * PANEL,
               y_row, bias ? bias + p * PANEL : 0, width, store);
     }
 }
@@ -167,7 +172,8 @@ extern "C" void longlens_gated(const float *x, long x_row, long rows, long in, c
 }
 
 /* y [rows][in] = rows `ids` of a packed weight: an embedding table that the output head shares. */
-extern "C" void longlens_embed(const int64_t *ids, long rows, long in, const float *packed, float *y,
+extern "C" void longlens_embed(const int64_t *ids, long rows, long in, const float *packed,
+        float *y,
                                int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > FEW_ROWS)
     for (long r = 0; r < rows; r++) {

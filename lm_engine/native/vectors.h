@@ -50,7 +50,8 @@ static inline float sum_of(vec x) {
     typedef float quarter __attribute__((vector_size(16)));
     const half h = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
                    __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
-    const quarter q = __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
+    const quarter q = __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4,
+            5, 6, 7);
     sum = (q[0] + q[2]) + (q[1] + q[3]);
 #else
     for (int j = 0; j < WIDTH; j++) sum += x[j];

@@ -98,6 +98,17 @@ def test_a_hiccup_changes_nothing_and_a_new_speed_is_learnt() -> None:
 
 
 @given(st.integers(0, 10_000))
+def test_no_times_break_it(seed: int) -> None:
+    """Steps of any length, in any order: a prediction stays a positive number."""
+    rng = random.Random(seed)
+    estimator = StepTimeEstimator(PRIOR)
+    for load in random_steps(rng, 40):
+        estimator.observe(load, 10.0 ** rng.uniform(-9, 3))
+        assert 0 < estimator.model.predict_s(StepLoad.of([(0, 100)])) < float("inf")
+        assert estimator.guard >= 1.0
+
+
+@given(st.integers(0, 10_000))
 def test_non_negative_least_squares_is_optimal(seed: int) -> None:
     """Karush-Kuhn-Tucker: x >= 0, the gradient is >= 0, and 0 where x is positive."""
     rng = np.random.default_rng(seed)

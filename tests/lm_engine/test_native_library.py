@@ -69,5 +69,28 @@ def test_an_unwritable_cache_is_passed_by(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert len(compiled(tmp_path)) == 1
     library.load.cache_clear()
     monkeypatch.setattr(library, "_folders", lambda: (tmp_path / "file" / "native",))
-    with pytest.raises(library.NativeUnavailableError, match="set XDG_CACHE_HOME"):
+    with pytest.raises(library.NativeUnavailableError, match="set LONGLENS_CACHE"):
         library.load()
+
+
+def test_a_folder_that_others_can_write_to_is_passed_by(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setattr(library, "_folders", lambda: (shared,))
+    with pytest.raises(library.NativeUnavailableError, match="a folder of your own"):
+        library.load()
+    assert list(shared.iterdir()) == []
+
+
+def test_a_damaged_library_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def damaged(compiler: str, sources: list[Path], target: Path) -> None:
+        target.write_bytes(b"no library")
+
+    monkeypatch.setattr(library, "_compile", damaged)
+    monkeypatch.setattr(library, "_folders", lambda: (tmp_path / "native",))
+    with pytest.raises(library.NativeUnavailableError, match="can be kept in none of"):
+        library.load()
+    assert compiled(tmp_path) == []

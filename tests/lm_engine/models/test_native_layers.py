@@ -72,6 +72,11 @@ def test_products(kernels: NativeKernels, bias: bool, size: tuple[int, int]) -> 
             close(stream, before + want)
 
 
+def test_a_strided_weight_is_packed_as_it_reads(kernels: NativeKernels) -> None:
+    weight = torch.randn(400, 300).t()
+    assert torch.equal(kernels.pack(weight), kernels.pack(weight.contiguous()))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", [(64, 192), (36, 100), (8, 8), (576, 3072)])
 def test_gated(kernels: NativeKernels, bias: bool, size: tuple[int, int]) -> None:
