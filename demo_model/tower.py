@@ -1,9 +1,9 @@
-"""The demo's vision tower as a training module: an Idefics3 tower that also accepts bands.
+"""The demo's vision tower as a training module: an Idefics3 tower that also takes parts of a tile.
 
 Owns the mathematics of the SigLIP-style encoder and its connector under the parameter names of
 transformers' Idefics3 model, so that a state dict trained here loads there unchanged, and the
 no-collapse alignment loss. Does not own data, optimisation or serving; the only thing it does that
-Idefics3 does not is to run on a horizontal band of patches at their true positions, which makes
+Idefics3 does not is to run on some of a tile's patches at their true positions, which makes
 training several times cheaper.
 """
 
@@ -36,6 +36,8 @@ class TowerConfig:
         return asdict(self)
 
 
+# After how many layers a patch is asked for its character, and for the characters beside it.
+GLYPHS_AT, MATES_AT = 4, 5
 CODE = 32  # channels that carry the position at the start: one attention head reads all of them
 CODE_SPEEDS = 1.7 * 0.62 ** torch.arange(CODE // 4)  # radians per patch
 
@@ -199,52 +201,61 @@ class Tower(nn.Module):
         self.vision_model = _Vision(config)
         self.connector = _Connector(config)
 
-    def forward(self, pixels: Tensor, first_row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Encode `pixels` (B, 3, rows*patch, 256), normalised, whose first patch row in the tile
-        is `first_row` (B,). Returns (tokens (B, T, text), joined patches (B, T, 4*hidden),
-        the patches one layer before the last (B, P, hidden))."""
+    def forward(self, pixels: Tensor, cells: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Encode some cells (2 x 2 patches each) of tiles.
+
+        `pixels` (B, N, 4, patch, patch, 3), normalised; `cells` (B, N) their places in the tile, in
+        reading order. Returns the tokens (B, N, text) and the patches (B, N, 4, hidden) after the
+        last layer, after `MATES_AT` layers and after `GLYPHS_AT`.
+        """
         c = self.config
         vision = self.vision_model
-        x = vision.embeddings.patch_embedding(pixels)
-        b, _, rows, cols = x.shape
-        side = c.image_size // c.patch_size
-        ids = first_row[:, None] * side + torch.arange(rows * cols, device=pixels.device)
-        x = x.flatten(2).transpose(1, 2) + vision.embeddings.position_embedding(ids)
-        early = x
+        side, s = c.image_size // c.patch_size, c.scale_factor
+        b, n = cells.shape
+        conv = vision.embeddings.patch_embedding
+        weight = conv.weight.permute(0, 2, 3, 1).flatten(1)  # channels last, as the pixels are
+        x = F.linear(pixels.flatten(3).flatten(1, 2), weight, conv.bias)
+        corner = (cells // (side // s)) * s * side + (cells % (side // s)) * s
+        inner = torch.tensor([0, 1, side, side + 1], device=cells.device)
+        ids = (corner[:, :, None] + inner).flatten(1)
+        x = x + vision.embeddings.position_embedding(ids)
+        trace = [x]
         for layer in vision.encoder.layers:
-            early, x = x, layer(x)
+            trace.append(layer(trace[-1]))
+        early, middle, x = (
+            trace[min(i, len(trace) - 1)] for i in (GLYPHS_AT, MATES_AT, len(trace))
+        )
         x = vision.post_layernorm(x)
         # Pixel shuffle: one token is its two by two patches, rows first.
-        s = c.scale_factor
-        joined = x.view(b, rows // s, s, cols // s, s, -1).permute(0, 1, 3, 2, 4, 5)
-        joined = joined.reshape(b, rows * cols // s**2, -1)
-        return self.connector.modality_projection.proj(joined), joined, early
+        joined = x.view(b, n, -1)
+        tokens = self.connector.modality_projection.proj(joined)
+        return tokens, *(y.view(b, n, 4, -1) for y in (x, middle, early))
 
 
-def spelling_loss(log_probs: Tensor, targets: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihood that the tokens hold the target once, in adjacent tokens.
+def placing_loss(
+    log_probs: Tensor, where: Tensor, starts: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Negative log-likelihood that each item stands once at one of its allowed places.
 
-    Every token emits blank (the last class) or exactly one label; the target's labels stand in
-    consecutive tokens anywhere in reading order, all others are blank. Nothing is collapsed, as in
-    CTC, because a language model would read a label emitted twice as two; and no gap is allowed,
-    because it reads numbers with gaps as several. `log_probs` (B, T, C), `targets` (B, U) padded
-    with anything, `lengths` (B,). Returns the losses (B,) and, for the likeliest place of each
-    target, the class of every token (B, T).
+    Every image token emits the filler (the last class) or one class. An item's classes stand in
+    adjacent tokens from one of its starts, everything else is filler. The places of different items
+    are taken as independent. `log_probs` (B, N, C); per item: `where` (I,) its image, `starts`
+    (I, S) positions among the N tokens, -1 unused, `tokens` (I, U) classes, -1 unused. Returns the
+    mean loss per image and, for the likeliest places, the class of every token (B, N).
     """
-    b, t, _ = log_probs.shape
-    u = targets.shape[1]
-    blank = log_probs[:, :, -1]
-    gains = log_probs.gather(2, targets[:, None, :].expand(b, t, u)) - blank[:, :, None]
-    used = torch.arange(u, device=lengths.device) < lengths[:, None]
-    gains = gains * used[:, None, :]
-    # starts[:, s] is the gain of the target beginning at token s.
-    starts = torch.stack([F.pad(gains[:, k:, k], (0, k), value=0.0) for k in range(u)], dim=-1).sum(
-        -1
-    )
-    late = torch.arange(t, device=lengths.device) + lengths[:, None] > t
-    starts = starts.masked_fill(late, -torch.inf)
-    place = starts.argmax(-1, keepdim=True) + torch.arange(u, device=lengths.device)
-    classes = torch.full((b, t + u), log_probs.shape[2] - 1, device=lengths.device)
-    classes.scatter_(1, torch.where(used, place, t + u - 1), targets)
-    classes[:, t:] = log_probs.shape[2] - 1
-    return -(blank.sum(-1) + starts.logsumexp(-1)), classes[:, :t]
+    b, n, c = log_probs.shape
+    filler = log_probs[:, :, -1]
+    steps = torch.arange(tokens.shape[1], device=tokens.device)
+    at = (starts.clamp(min=0)[:, :, None] + steps).clamp(max=n - 1)  # (I, S, U)
+    flat = (where[:, None, None] * n + at) * c + tokens.clamp(min=0)[:, None, :]
+    said = log_probs.flatten()[flat]
+    quiet = filler[where[:, None, None], at]
+    used = (tokens >= 0)[:, None, :]
+    gains = ((said - quiet) * used).sum(-1).masked_fill(starts < 0, -torch.inf)
+    loss = -(filler.sum() + gains.logsumexp(-1).sum()) / b
+    best = gains.argmax(-1, keepdim=True)
+    place = starts.gather(1, best) + steps  # (I, U)
+    classes = torch.full((b, n), c - 1, device=tokens.device)
+    real = tokens >= 0
+    classes[where[:, None].expand_as(place)[real], place[real]] = tokens[real]
+    return loss, classes

@@ -1,82 +1,95 @@
-"""Train the demo's vision tower on generated numbers; resumable, bounded by wall-clock time.
+"""Train the demo's vision tower on generated images; resumable, bounded by wall-clock time.
 
 Owns the optimisation: the losses, their schedule, checkpoints and the export of
-`vision.safetensors`. Does not own the drawing (`data`), the tower's mathematics (`tower`) or the
-measurement through the language model (`evaluate`).
+`vision.safetensors`. Does not own the drawing (`scenes`, `shapes`, `data`), the tower's mathematics
+(`tower`) or the measurement through the language model (`evaluate`).
 
-Two things are taught at once. Every patch names the digit it lies on (dense, hence fast), and the
-image tokens, in reading order, must spell the number with each digit once and blanks elsewhere
-(`tower.spelling_loss`), where a token's class is the nearest of the language model's own digit
-embeddings or the filler. The language model itself is not needed while training.
+Everything is supervised where it stands. Half patches name the character they lie on, patches name
+their word, and the image tokens say, each thing once and the filler elsewhere, what a reader would
+say there (`tower.placing_loss`); a token's class is the nearest of the language model's own
+embeddings. The language model itself is not needed while training.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 
-from demo_model import data
-from demo_model.assemble import IMAGE_SPECIALS, find_sources
-from demo_model.tower import Tower, TowerConfig, spelling_loss
+from demo_model import data, lexicon, mixture
+from demo_model.assemble import VISION_FILE, find_sources
+from demo_model.examples import Draft, Example
+from demo_model.tower import Tower, TowerConfig, placing_loss
 
-PATCHES_PER_BATCH = 2048
-EXCLAMATION, SPACE = 17, 216  # token ids of SmolLM2, which has ASCII in order from "!"
-SIGMA = 0.6  # width of a class around its embedding; neighbouring digits are 1.0 to 2.4 apart
-
-
-class Batches(IterableDataset[dict[str, Tensor]]):
-    """Batches of equal band height, each of about `patches` patches."""
-
-    def __init__(
-        self, seed: int, whole_share: float, patches: int, easy: int, dressed: float
-    ) -> None:
-        self.seed, self.whole_share, self.patches = seed, whole_share, patches
-        self.easy, self.dressed = easy, dressed
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        os.nice(5)
-        worker = torch.utils.data.get_worker_info()
-        seed = self.seed * 1009 + (worker.id if worker else 0)
-        waiting: dict[int, list[data.Example]] = defaultdict(list)
-        for example in data.examples(seed, self.whole_share, self.easy, self.dressed):
-            rows = len(example.patch_labels)
-            waiting[rows].append(example)
-            if len(waiting[rows]) * rows * data.GRID >= self.patches:
-                yield collate(waiting.pop(rows))
+# Classes are told apart by angle: the language model normalises what it reads, and a distance lets
+# tokens overshoot the embeddings of a thousand neighbours.
+SHARPNESS = 20.0
+POOL_BATCHES = 16  # examples drawn at a time, so that equal sizes can be batched
 
 
-def collate(group: list[data.Example]) -> dict[str, Tensor]:
-    """Stack examples of one band height."""
-    width = max(len(e.text) for e in group)
+def collate(group: list[Example]) -> dict[str, Tensor]:
+    """Stack examples with equal numbers of kept cells; starts become positions among those."""
+    pixels = np.stack([e.pixels for e in group])
+    cells = np.stack([e.cells for e in group])
+    b, n = cells.shape
+    position = np.full((b, data.CELLS**2 + 1), -1, dtype=np.int64)
+    np.put_along_axis(position, cells, np.arange(n)[None].repeat(b, 0), 1)
+    where = np.concatenate([np.full(len(e.starts), i) for i, e in enumerate(group)])
+    starts = np.concatenate([e.starts for e in group])
+    # An unused start (-1) picks the last column, which is -1 as well.
+    starts = position[where[:, None], starts]
     return {
-        "pixels": torch.from_numpy(np.stack([e.pixels for e in group])),
-        "first_row": torch.tensor([e.first_row for e in group]),
-        "patches": torch.from_numpy(np.stack([e.patch_labels for e in group])).flatten(1),
-        "cells": torch.from_numpy(np.stack([e.cell_labels for e in group])).flatten(1),
-        "targets": torch.tensor(
-            [[data.CHARS.index(c) for c in e.text.ljust(width, "0")] for e in group]
-        ),
-        "lengths": torch.tensor([len(e.text) for e in group]),
+        "pixels": torch.from_numpy(pixels),
+        "cells": torch.from_numpy(cells),
+        "glyphs": torch.from_numpy(np.stack([e.glyphs for e in group])),
+        "mates": torch.from_numpy(np.stack([e.mates for e in group])),
+        "words": torch.from_numpy(np.stack([e.words for e in group])),
+        "tags": torch.from_numpy(np.stack([e.tags for e in group])),
+        "where": torch.from_numpy(where),
+        "starts": torch.from_numpy(starts),
+        "tokens": torch.from_numpy(np.concatenate([e.tokens for e in group])),
     }
 
 
+def pool(seed: int, index: int, mix: dict[str, float], patches: int) -> list[dict[str, Tensor]]:
+    """The `index`-th group of batches, each of about `patches` patches; a pure function."""
+    rng = random.Random(seed * 1_000_003 + index)
+    goal = POOL_BATCHES * patches // 4
+    made: list[tuple[int, Draft]] = []
+    cells = 0
+    while cells < goal:
+        draft, count = mixture.draw(rng, mix)
+        made.append((count, draft))
+        cells += count
+    made.sort(key=lambda m: m[0])
+    batches = []
+    while made:
+        # As many as fit, all with as many cells as the largest of them.
+        group = [made.pop()]
+        most = group[0][0]
+        while made and (len(group) + 1) * most * 4 <= patches:
+            group.append(made.pop())
+        batches.append(collate([d.with_cells(rng, most) for _, d in group]))
+    rng.shuffle(batches)
+    return batches
+
+
 def normalise(pixels: Tensor) -> Tensor:
-    """(B, H, W, 3) bytes to (B, 3, H, W) in -1..1, as the image processor does."""
-    return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1.0
+    """Bytes to -1..1, as the image processor does."""
+    return pixels.float() / 127.5 - 1.0
 
 
 class Trainee(nn.Module):
@@ -85,142 +98,132 @@ class Trainee(nn.Module):
     def __init__(self, config: TowerConfig, anchors: Tensor) -> None:
         super().__init__()
         self.tower = Tower(config)
-        self.patch_head = nn.Linear(config.hidden_size, data.BLANK + 1)
-        self.cell_head = nn.Linear(config.hidden_size * config.scale_factor**2, data.BLANK + 1)
+        self.glyph_head = nn.Linear(config.hidden_size, 2 * (lexicon.NO_GLYPH + 1))
+        self.mate_head = nn.Linear(config.hidden_size, 4 * (lexicon.NO_GLYPH + 1))
+        self.word_head = nn.Linear(config.hidden_size, len(lexicon.CLASSES))
+        self.tag_head = nn.Linear(config.hidden_size, mixture.TAGS)
         self.anchors: Tensor
-        self.register_buffer(
-            "anchors", anchors
-        )  # (BLANK + 1, text): the characters, then the filler
+        self.register_buffer("anchors", anchors.clone())  # (classes, text), the filler last
 
     def class_logits(self, tokens: Tensor) -> Tensor:
-        """Log-odds of each class from the distance of a token to that class's embedding."""
-        flat = tokens.float()
-        squares = (flat**2).sum(-1, keepdim=True) - 2 * flat @ self.anchors.T
-        return -(squares + (self.anchors**2).sum(-1)) / (2 * SIGMA**2)
+        """Log-odds of each class from the angle between a token and that class's embedding."""
+        tokens, anchors = (F.normalize(x.float(), dim=-1) for x in (tokens, self.anchors))
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
+            products = tokens @ anchors.T
+        return SHARPNESS * products.float()
 
-    def losses(self, batch: dict[str, Tensor], free: float) -> tuple[Tensor, dict[str, float]]:
+    def losses(
+        self,
+        batch: dict[str, Tensor],
+        aux_weight: float = 1.0,
+        place_weight: float = 0.4,
+        land_weight: float = 0.3,
+    ) -> tuple[Tensor, dict[str, float]]:
         pixels = normalise(batch["pixels"])
         with torch.autocast(pixels.device.type, dtype=torch.bfloat16):
-            tokens, joined, early = self.tower(pixels, batch["first_row"])
-            patch_logits = self.patch_head(early).float()
-            cell_logits = self.cell_head(joined).float()
-        # Paper is most of a tile and easy: it must not drown the digits.
-        weights = torch.ones(data.BLANK + 1, device=pixels.device)
-        weights[data.BLANK] = 0.3
-        patch = F.cross_entropy(patch_logits.flatten(0, 1), batch["patches"].flatten(), weights)
-        cell = F.cross_entropy(cell_logits.flatten(0, 1), batch["cells"].flatten(), weights)
-        # Where a digit goes is dictated at first, then left to the alignment.
-        total = patch + (1 - free) * cell
-        report = {"patch": patch, "cell": cell}
-        chosen = batch["cells"]
+            tokens, late, middle, early = self.tower(pixels, batch["cells"])
+            glyph_logits = self.glyph_head(early).float().unflatten(-1, (2, -1)).flatten(0, 3)
+            spelled = batch["mates"][..., 0] >= 0
+            mate_logits = self.mate_head(middle[spelled]).float().unflatten(-1, (4, -1))
+            inside = batch["words"] >= 0
+            word_logits = self.word_head(late[inside]).float()
+            tagged = batch["tags"] >= 0
+            tag_logits = self.tag_head(early[tagged]).float()
+        # Paper is most of a tile and easy: it must not drown the characters.
+        weights = torch.ones(lexicon.NO_GLYPH + 1, device=pixels.device)
+        weights[lexicon.NO_GLYPH] = 0.3
+        glyphs = batch["glyphs"].flatten()
+        glyph = F.cross_entropy(glyph_logits, glyphs, weights)
+        report = {"glyph": glyph}
+        total = aux_weight * glyph
+        if len(mate_logits):
+            mates = batch["mates"][spelled]
+            report["mates"] = F.cross_entropy(mate_logits.flatten(0, 1), mates.flatten())
+            total = total + aux_weight * report["mates"]
+        if len(word_logits):
+            report["word"] = F.cross_entropy(word_logits, batch["words"][inside])
+            total = total + 0.5 * aux_weight * report["word"]
+        if len(tag_logits):
+            report["tag"] = F.cross_entropy(tag_logits, batch["tags"][tagged])
+            total = total + aux_weight * report["tag"]
+        logits = self.class_logits(tokens)
+        placed, chosen = placing_loss(
+            logits.log_softmax(-1), batch["where"], batch["starts"], batch["tokens"]
+        )
+        # The likeliest place is also taught outright: it breaks ties between places.
+        settle = F.cross_entropy(logits.flatten(0, 1), chosen.flatten())
+        said = chosen != lexicon.FILLER
+        off = (tokens.float() - self.anchors[chosen]).square().sum(-1)
+        # The language model reads a token only close to its embedding, however near the class is.
+        land = 0.3 * off[~said].mean().nan_to_num() + off[said].mean().nan_to_num()
+        items = max(1, len(batch["where"])) / len(batch["cells"])
+        total = total + place_weight * placed / items + settle + land_weight * land
         with torch.no_grad():
-            hit = (patch_logits.argmax(-1) == batch["patches"])[batch["patches"] != data.BLANK]
-        if free > 0:
-            spelled, best = spelling_loss(
-                cell_logits.log_softmax(-1), batch["targets"], batch["lengths"]
-            )
-            # The likeliest place is also taught outright: it breaks ties between places.
-            settle = F.cross_entropy(cell_logits.flatten(0, 1), best.flatten())
-            total = total + free * (0.4 * spelled.mean() + settle)
-            report |= {"spell": spelled.mean(), "settle": settle}
-            if free > 0.5:
-                chosen = best
-        # Each token must land on its class's embedding, and be nearer to it than to any other.
-        land = (tokens.float() - self.anchors[chosen]).square().sum(-1).mean()
-        near = F.cross_entropy(self.class_logits(tokens).flatten(0, 1), chosen.flatten())
-        total = total + (0.02 + 0.5 * free) * land + 0.5 * free * near
-        report["near"] = near
-        report |= {"land": land, "hit": hit.float().mean()}
+            real = glyphs != lexicon.NO_GLYPH
+            hit = (glyph_logits.argmax(-1) == glyphs)[real].float().mean().nan_to_num()
+            right = (logits.argmax(-1) == chosen)[said].float().mean().nan_to_num()
+        report |= {"place": placed / items, "settle": settle, "land": land}
+        report |= {"hit": hit, "right": right}
         return total, {k: float(v.detach()) for k, v in report.items()}
 
 
-def spell(logits: Tensor) -> list[str]:
-    """The string each image's tokens spell: the classes in order, blanks dropped."""
+def spell(logits: Tensor, cells: int = data.CELLS**2) -> list[list[int]]:
+    """What each image's tokens say: the classes in order, fillers dropped."""
     best = logits.argmax(-1).tolist()
-    return ["".join(data.CHARS[c] for c in row if c != data.BLANK) for row in best]
-
-
-def validation(count: int, seed: int = 7, dressed: bool = False) -> list[tuple[data.Example, str]]:
-    """Whole tiles of held-out strings in held-out faces."""
-    rng = random.Random(seed)
-    fonts = data.faces(held_out=True)
-    out = []
-    for _ in range(count):
-        draw = data.draw_dressed if dressed else data.draw_digits
-        text = draw(rng, held_out=True)
-        out.append((data.to_example(rng, data.render(rng, text, fonts), whole=True), text))
-    return out
+    return [[c for c in row if c != lexicon.FILLER] for row in best]
 
 
 @torch.no_grad()
-def accuracy(model: Trainee, tiles: list[tuple[data.Example, str]]) -> float:
-    """Share of tiles whose tokens spell exactly the number."""
-    device = model.anchors.device
+def accuracy(model: Trainee, tiles: list[Example]) -> float:
+    """Share of whole tiles whose tokens say exactly what stands there, in reading order."""
     right = 0
     for at in range(0, len(tiles), 25):
-        part = tiles[at : at + 25]
-        pixels = torch.from_numpy(np.stack([e.pixels for e, _ in part])).to(device)
-        rows = torch.zeros(len(part), dtype=torch.long, device=device)
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            tokens, _, _ = model.tower(normalise(pixels), rows)
-        words = spell(model.class_logits(tokens))
-        right += sum(w == t for w, (_, t) in zip(words, part, strict=True))
+        batch = collate(tiles[at : at + 25])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            tokens, *_ = model.tower(normalise(batch["pixels"]), batch["cells"])
+        logits = model.class_logits(tokens)
+        for said, tile in zip(spell(logits), tiles[at : at + 25], strict=True):
+            right += said == mixture.truth(tile)
     return right / len(tiles)
 
 
 def language_embeddings() -> Tensor:
-    """The language model's own embedding table (vocabulary, width), from its GGUF file."""
+    """The language model's own embeddings of the classes (classes, width), from its GGUF file."""
     import gguf
 
     reader = gguf.GGUFReader(str(find_sources(Path(__file__)).gguf))
+    vocabulary = reader.fields["tokenizer.ggml.tokens"].contents()
     table = next(t for t in reader.tensors if t.name == "token_embd.weight")
-    return torch.from_numpy(gguf.dequantize(table.data, table.tensor_type).copy())
+    full = gguf.dequantize(table.data, table.tensor_type)
+    return torch.from_numpy(full[lexicon.vocabulary_ids(vocabulary)].copy())
 
 
-def anchors_of(table: Tensor) -> Tensor:
-    """What image tokens must land on: the characters, then the space as filler."""
-    ids = [EXCLAMATION + ord(c) - ord("!") for c in data.CHARS]
-    return table[[*ids, SPACE]]
+def subspace(anchors: Tensor, rank: int) -> Tensor:
+    """The projector (width, width) onto the `rank` directions in which the classes differ most.
 
-
-def quiet_direction() -> Tensor:
-    """The unit direction that the language model's final states share, whatever the text."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = find_sources(Path(__file__)).gguf
-    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    model = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name)
-    texts = (
-        "The capital of France is Paris and it has 2,100,000 people.",
-        "<|im_start|>user\nWhat is this?<|im_end|>\n<|im_start|>assistant\nThe number is 4821.",
-    )
-    with torch.no_grad():
-        states = [
-            model.model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
-            for text in texts
-        ]
-    mean = torch.cat(states).float().mean(0)
-    direction: Tensor = mean / mean.norm()
-    return direction
-
-
-def special_rows(anchors: Tensor, quiet: Tensor) -> Tensor:
-    """Embeddings of the image's marker tokens (40, width).
-
-    The head is tied, so a row is also a class that could be sampled. `quiet`, the direction that
-    all final states share, turned round, makes that all but impossible for the markers that one
-    tile does not use; the two it uses are half a space, which disturbs reading least.
+    A token is 768 numbers of four patches that know much the same, which do not reach every one of
+    a thousand embeddings in 576 dimensions; the language model reads their images in 192 as well.
+    Characters, the few words of shapes and the filler are kept nearly exact.
     """
-    rows = -quiet[None].repeat(len(IMAGE_SPECIALS), 1)
-    for name in ("<global-img>", "<fake_token_around_image>"):
-        rows[IMAGE_SPECIALS.index(name)] = 0.5 * anchors[data.BLANK]
-    return rows
+    weights = torch.ones(len(anchors))
+    weights[len(lexicon.WORDS) :] = 5.0
+    *_, directions = torch.linalg.svd(anchors * weights[:, None], full_matrices=False)
+    projector: Tensor = directions[:rank].T @ directions[:rank]
+    return projector
 
 
-def export(tower: Tower, rows: Tensor, path: Path, note: str) -> None:
+def read_prompt(path: Path) -> tuple[Tensor, Tensor]:
+    """The tuned filler (width,) and the rows of the image's special tokens, from `tune` or from
+    an exported tower."""
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor("filler").float(), file.get_tensor("special_rows").float()
+
+
+def export(tower: Tower, filler: Tensor, rows: Tensor, path: Path, note: str) -> None:
     """Write the tower as half-precision safetensors under Idefics3's names, atomically."""
     tensors = {f"model.{k}": v.detach().cpu().half() for k, v in tower.state_dict().items()}
-    tensors["special_rows"] = rows.cpu().half()
+    tensors["special_rows"] = rows.half()
+    tensors["filler"] = filler.half()
     metadata = {"config": json.dumps(tower.config.as_dict()), "note": note, "format": "pt"}
     beside = path.with_suffix(".partial")
     save_file({k: v.contiguous() for k, v in tensors.items()}, beside, metadata=metadata)
@@ -234,93 +237,76 @@ def make_optimisers(model: Trainee, rate: float) -> list[torch.optim.Optimizer]:
     ids = {id(p) for p in hidden}
     rest = [p for p in model.parameters() if id(p) not in ids]
     return [
-        torch.optim.Muon(hidden, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            hidden, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw", ns_steps=4
+        ),
         torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.01),
     ]
 
 
-def grow(model: Trainee, state: dict[str, Tensor]) -> None:
-    """Load a state with no more layers than the model; layers it lacks start as identities.
-
-    New layers go before the last one, which has learned to place what the others recognise.
-    """
-    prefix = "tower.vision_model.encoder.layers."
-    have = 1 + max(int(k[len(prefix) :].split(".")[0]) for k in state if k.startswith(prefix))
-    want = model.tower.config.num_hidden_layers
-    last, moved = f"{prefix}{have - 1}.", f"{prefix}{want - 1}."
-    # The blank is always the last class; new characters go before it.
-    for head in ("patch_head", "cell_head"):
-        for part in ("weight", "bias"):
-            new, old = model.state_dict()[f"{head}.{part}"].clone(), state[f"{head}.{part}"]
-            new[: len(old) - 1], new[-1] = old[:-1], old[-1]
-            state[f"{head}.{part}"] = new
-    state["anchors"] = model.anchors
-    state = {(moved + k[len(last) :] if k.startswith(last) else k): v for k, v in state.items()}
-    missing = model.load_state_dict(state, strict=False).missing_keys
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in missing and (".out_proj." in name or ".fc2." in name):
-                parameter.zero_()
+def stream(
+    seed: int, begin: tuple[int, int], mix: dict[str, float], patches: int
+) -> Iterator[tuple[dict[str, Tensor], int, int]]:
+    """Batches from the given pool on, the given number of its batches left out; beside each, where
+    to go on after it."""
+    index, used = begin
+    while True:
+        batches = pool(seed, index, mix, patches)
+        for i in range(used, len(batches)):
+            yield batches[i], index, i + 1
+        index, used = index + 1, 0
 
 
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
-    device = torch.device(args.device)
     runs: Path = args.runs
     runs.mkdir(parents=True, exist_ok=True)
-    anchors = anchors_of(language_embeddings())
-    rows = special_rows(anchors, quiet_direction())
-    model = Trainee(
-        TowerConfig(
-            num_hidden_layers=args.layers,
-            hidden_size=args.hidden,
-            intermediate_size=4 * args.hidden,
-            num_attention_heads=args.hidden // 32,
-        ),
-        anchors,
-    ).to(device)
-    average = Trainee(model.tower.config, anchors).to(device)
-    average.load_state_dict(model.state_dict())
+    mix = {k: float(v) for k, v in (pair.split("=") for pair in args.mix.split(","))}
+    filler, rows = read_prompt(args.prompt)
+    anchors = language_embeddings()
+    anchors[lexicon.FILLER] = filler
+    anchors = anchors @ subspace(anchors, args.rank)
+    config = TowerConfig(
+        num_hidden_layers=args.layers,
+        hidden_size=args.hidden,
+        intermediate_size=4 * args.hidden,
+        num_attention_heads=args.hidden // 32,
+    )
+    model, average = Trainee(config, anchors), Trainee(config, anchors)
     optimisers = make_optimisers(model, args.lr)
-    step, spent_s = 0, 0.0
+    step, spent_s, index, used = 0, 0.0, 0, 0
     checkpoint = runs / "last.pt"
     if checkpoint.exists():
-        state = torch.load(checkpoint, map_location=device)
+        state: dict[str, Any] = torch.load(checkpoint)
         model.load_state_dict(state["model"])
         average.load_state_dict(state["average"])
-        [o.load_state_dict(d) for o, d in zip(optimisers, state["optimisers"], strict=True)]
+        for optimiser, saved in zip(optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
         step, spent_s = state["step"], state["spent_s"]
-    elif args.resume_from:
-        grow(model, torch.load(args.resume_from, map_location=device)["average"])
+        index, used = state["pool"], state["used"]
+    elif args.start_from:
+        print(model.load_state_dict(torch.load(args.start_from)["average"], strict=False))
         average.load_state_dict(model.state_dict())
-    tiles = validation(args.validation)
-    dressed_tiles = validation(args.validation // 2, seed=8, dressed=True)
-    loader: DataLoader[dict[str, Tensor]] = DataLoader(
-        Batches(args.seed + step, args.whole_share, args.patches, args.easy, args.dressed),
-        batch_size=None,
-        num_workers=args.workers,
-        prefetch_factor=8,
-    )
-    best = 0.0
+    for part in (model, average):
+        part.anchors.copy_(anchors)
+    tiles = {kind: mixture.validation(kind, args.validation) for kind in mix}
     started = time.monotonic() - spent_s
     next_report = time.monotonic() + args.report_s
     sums: dict[str, float] = defaultdict(float)
-    images = since = 0
-    warm = 50
-    for batch in loader:
+    counts: dict[str, int] = defaultdict(int)
+    images = patches = 0
+    for batch, index, used in stream(args.seed, (index, used), mix, args.patches):  # noqa: B020
         elapsed = time.monotonic() - started
         progress = elapsed / args.seconds
         if progress >= 1.0:
             break
-        free = min(1.0, max(0.0, (step - args.free_from) / 300))
-        rate = args.lr * min(1.0, (step + 1) / warm)
-        rate *= 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * max(0.0, (progress - 0.3) / 0.7)))
+        rate = args.lr * min(1.0, (step + 1) / 50)
+        rate *= min(1.0, max(0.02, (1 - progress) / args.cooldown))
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = rate
-        batch = {k: v.to(device) for k, v in batch.items()}
-        loss, parts = model.losses(batch, free)
+        loss, parts = model.losses(batch, args.aux, args.place, args.land)
         model.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -329,70 +315,73 @@ def train(args: argparse.Namespace) -> None:
         step += 1
         keep = min(0.998, 1 - 1 / (1 + step / 10))
         with torch.no_grad():
-            for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
-                slow.lerp_(fast, 1 - keep)
-        images += len(batch["lengths"])
-        since += 1
+            torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - keep)
+        images += len(batch["cells"])
+        patches += batch["cells"].numel() * 4
         for key, value in parts.items():
             sums[key] += value
+            counts[key] += 1
         if time.monotonic() >= next_report:
-            score, dressed = accuracy(average, tiles), accuracy(average, dressed_tiles)
-            means = " ".join(f"{k} {v / since:.4f}" for k, v in sums.items())
+            means = " ".join(f"{k} {v / counts[k]:.3f}" for k, v in sums.items())
+            scores = " ".join(f"{k} {accuracy(average, t):.3f}" for k, t in tiles.items())
+            pace = patches / (elapsed - spent_s)
             print(
-                f"{elapsed:6.0f} s  step {step}  images {images}  lr {rate:.1e}  {means}  "
-                f"held-out {score:.3f}  dressed {dressed:.3f}",
+                f"{elapsed:6.0f} s step {step} images {images} patches/s {pace:.0f} "
+                f"lr {rate:.1e} | {means} | held out: {scores}",
                 flush=True,
             )
             sums.clear()
-            since = 0
-            state = {
-                "model": model.state_dict(),
-                "average": average.state_dict(),
-                "optimisers": [o.state_dict() for o in optimisers],
-                "step": step,
-                "spent_s": elapsed,
-            }
-            torch.save(state, runs / "part.pt")
-            os.replace(runs / "part.pt", checkpoint)
-            if score >= best:
-                best = score
-                export(
-                    average.tower,
-                    rows,
-                    runs / "vision.safetensors",
-                    f"step {step}, held-out exact {score:.3f}",
-                )
+            counts.clear()
+            save(runs, model, average, optimisers, step, elapsed, index, used)
             next_report = time.monotonic() + args.report_s
-    score = accuracy(average, tiles)
-    print(f"end: step {step}, held-out {score:.3f}, best {best:.3f}", flush=True)
-    if score >= best:
-        export(
-            average.tower,
-            rows,
-            runs / "vision.safetensors",
-            f"step {step}, held-out exact {score:.3f}",
-        )
+    save(runs, model, average, optimisers, step, time.monotonic() - started, index, used)
+    export(average.tower, filler, rows, runs / "vision.safetensors", f"step {step}")
+
+
+def save(
+    runs: Path,
+    model: Trainee,
+    average: Trainee,
+    optimisers: list[torch.optim.Optimizer],
+    step: int,
+    spent_s: float,
+    index: int,
+    used: int,
+) -> None:
+    """Write everything needed to go on exactly, atomically."""
+    state = {
+        "model": model.state_dict(),
+        "average": average.state_dict(),
+        "optimisers": [o.state_dict() for o in optimisers],
+        "step": step,
+        "spent_s": spent_s,
+        "pool": index,
+        "used": used,
+    }
+    torch.save(state, runs / "part.pt")
+    os.replace(runs / "part.pt", runs / "last.pt")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--resume-from", type=Path, help="start from this run's weights only")
+    parser.add_argument("--start-from", type=Path, help="start from this run's weights only")
+    parser.add_argument("--prompt", type=Path, default=VISION_FILE, help="filler and special rows")
     parser.add_argument("--runs", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--seconds", type=float, default=2700)
-    parser.add_argument("--report-s", type=float, default=60)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seconds", type=float, default=7200)
+    parser.add_argument("--cooldown", type=float, default=0.4, help="share with a falling rate")
+    parser.add_argument("--report-s", type=float, default=120)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=9)
     parser.add_argument("--hidden", type=int, default=192)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--rank", type=int, default=192, help="of the embeddings to land on")
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--validation", type=int, default=200)
-    parser.add_argument("--whole-share", type=float, default=0.1)
-    parser.add_argument("--patches", type=int, default=PATCHES_PER_BATCH)
-    parser.add_argument("--easy", type=int, default=24000)
-    parser.add_argument("--dressed", type=float, default=0.0, help="share of prices and the like")
-    parser.add_argument("--free-from", type=int, default=1500, help="step of the alignment")
+    parser.add_argument("--validation", type=int, default=100)
+    parser.add_argument("--patches", type=int, default=4096)
+    parser.add_argument("--aux", type=float, default=1.0, help="weight of the patches' labels")
+    parser.add_argument("--place", type=float, default=0.4, help="weight of the alignment")
+    parser.add_argument("--land", type=float, default=0.3, help="weight of the exact embedding")
+    parser.add_argument("--mix", default=mixture.DEFAULT)
     train(parser.parse_args())
 
 

@@ -40,6 +40,21 @@ def test_absent_package_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assemble(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["GGUF_SHA256", "VISION_SHA256"])
+def test_another_file_than_the_measured_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    try:
+        find_sources()
+    except DemoUnavailable as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(module, name, "0" * 64)
+    with pytest.raises(DemoUnavailable, match="not the file that this version was made for"):
+        assemble(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
 def test_module_import_is_light() -> None:
     import subprocess
     import sys

@@ -1,45 +1,145 @@
-"""The generator: labels agree with what is drawn, and the split holds."""
+"""The generators: the split holds, and the supervision agrees with what is drawn."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 
 data = pytest.importorskip("demo_model.data")
+from demo_model import examples, lexicon, mixture, scenes, shapes, texts  # noqa: E402
+
 try:
     FONTS = data.faces(held_out=False)
 except FileNotFoundError:
     pytest.skip("no fonts installed", allow_module_level=True)
 
+TEXT_KINDS = ("word", "number", "price", "words", "receipt")
 
-def test_held_out_strings_and_faces_are_never_drawn_for_training() -> None:
+
+def _said(tokens: list[int]) -> str:
+    return "".join(lexicon.CLASSES[t] for t in tokens).strip()
+
+
+def test_held_out_strings_phrases_and_faces_are_never_drawn_for_training() -> None:
     rng = random.Random(0)
     drawn = {data.draw_digits(rng) for _ in range(2000)}
     assert not any(data.is_held_out(text) for text in drawn)
     assert not {f.stem for f in FONTS} & set(data.HELD_OUT_FACES)
+    for _ in range(200):
+        words = [w.lower() for line in texts.draw_words(rng) for w in line]
+        assert not texts.held_out_phrase(words)
+        held = [w.lower() for line in texts.draw_words(rng, held_out=True) for w in line]
+        assert texts.held_out_phrase(held)
+        total = texts.draw_receipt(rng)[-1][1]
+        assert not data.is_held_out(total)
+    assert not set(lexicon.UNSEEN) & set(lexicon.WORDS)
 
 
-def test_labels_spell_the_number_in_reading_order() -> None:
+@pytest.mark.parametrize("kind", TEXT_KINDS)
+def test_cells_say_the_text_in_reading_order(kind: str) -> None:
     rng = random.Random(1)
+    for _ in range(25):
+        layout = mixture.lay_out(rng, kind, held_out=False)
+        starts, tokens = examples.place(layout.items)
+        written = "".join(
+            f" {i.text.lower()}" if i.text.isalpha() else i.text for i in layout.items
+        )
+        for choose in (0, -1):
+            cells: dict[int, int] = {}
+            for allowed, classes in zip(starts, tokens, strict=True):
+                at = int(allowed[allowed >= 0][choose])
+                for k, value in enumerate(classes[classes >= 0]):
+                    # A number may not run over the end of its row.
+                    assert (at + k) // data.CELLS == at // data.CELLS
+                    cells[at + k] = int(value)
+            if choose == 0:
+                assert _said([cells[c] for c in sorted(cells)]) == written.strip()
+            assert len(cells) == int((tokens >= 0).sum()), "two items share a cell"
+
+
+def test_a_draft_keeps_every_cell_that_an_item_may_use() -> None:
+    rng = random.Random(2)
+    for _ in range(20):
+        drawn, count = mixture.draw(rng, {"words": 1, "receipt": 1, "shapes": 1, "count": 1})
+        example = drawn.with_cells(rng, count)
+        kept = set(example.cells.tolist())
+        assert len(kept) == len(example.cells) == len(example.pixels) == count
+        for allowed, classes in zip(example.starts, example.tokens, strict=True):
+            for start in allowed[allowed >= 0]:
+                assert {int(start) + k for k in range(int((classes >= 0).sum()))} <= kept
+
+
+def test_glyph_labels_stand_where_ink_is() -> None:
+    rng = random.Random(3)
+    inked = total = 0
+    for _ in range(30):
+        layout = mixture.lay_out(rng, "word", held_out=False)
+        everywhere = np.arange(data.CELLS**2)
+        glyphs, mates, words = examples.label(layout.items)
+        pixels = scenes.paint_cells(rng, layout, everywhere).astype(float)
+        spread = pixels.std(axis=(2, 3)).mean(axis=-1)  # (64, 4)
+        labelled = (glyphs != lexicon.NO_GLYPH).any(-1)
+        inked += int((spread[labelled] > 4).sum())
+        total += int(labelled.sum())
+        assert ((mates[..., 0] >= 0) <= (words >= 0)).all()
+        spelled = {lexicon.GLYPHS[g] for g in glyphs.flatten() if g != lexicon.NO_GLYPH}
+        assert spelled <= set(layout.items[0].text.lower())
+    assert inked / total > 0.8
+
+
+def test_half_a_word_names_its_neighbours() -> None:
+    item = scenes.Item("cat", tuple((40.0 + 32 * i, 32.0, 72.0 + 32 * i, 64.0) for i in range(3)))
+    glyphs, mates, _ = examples.label((item,))
+    on_a = glyphs == lexicon.glyph("a")
+    assert on_a.any()
+    patch = np.argwhere(on_a.all(-1))[0]
+    before2, before, after, after2 = (int(m) for m in mates[tuple(patch)])
+    assert (before, after) == (lexicon.glyph("c"), lexicon.glyph("t"))
+    assert before2 == after2 == lexicon.NO_GLYPH
+
+
+def test_shapes_say_what_and_where_they_are() -> None:
+    rng = random.Random(4)
+    counts: Counter[int] = Counter()
     for _ in range(60):
-        text = data.draw_digits(rng)
-        example = data.to_example(rng, data.render(rng, text, FONTS))
-        labels = example.cell_labels.flatten()
-        assert "".join(data.CHARS[v] for v in labels[labels != data.BLANK]) == text
-        assert example.pixels.shape == (len(example.patch_labels) * 16, 256, 3)
+        scene = shapes.two_shapes(rng)
+        first, second = scene.shapes
+        if scene.sides == ("left", "right"):
+            assert first.x < second.x
+        else:
+            assert scene.sides == ("above", "below")
+            assert first.y < second.y
+        assert (first.kind, first.colour) != (second.kind, second.colour)
+        words, tags, starts, tokens, _need = shapes.supervise(scene)
+        assert abs(int(starts[0, 0]) - int(starts[1, 0])) > 2
+        assert _said([int(t) for t in tokens[0] if t >= 0]) == " ".join(scene.captions[0])
+        scene = shapes.equal_shapes(rng)
+        counts[len(scene.shapes)] += 1
+        words, tags, *_ = shapes.supervise(scene)
+        ordinals = {lexicon.CLASSES[w].strip() for w in words.flatten() if w >= 0}
+        assert ordinals == set(lexicon.COUNTS[: len(scene.shapes)])
+        assert len(set(tags.flatten().tolist())) == 2
+    assert set(counts) == set(range(1, 7))
 
 
-def test_columns_are_adjacent() -> None:
-    assert data.columns([0.5, 4.5, 7.5]) == [2, 3, 4]
-    assert data.columns([7.5]) == [7]
-    assert data.columns([c / 2 + 2 for c in range(8)]) == list(range(8))
+def test_the_fast_drawing_is_the_squashed_image() -> None:
+    for seed in range(6):
+        layout = mixture.lay_out(random.Random(seed), "word", held_out=False, longest_px=(200, 400))
+        inks = []
+        for real in (False, True):
+            drawn = examples.text_draft(random.Random(0), layout, real)
+            example = drawn.with_cells(random.Random(0), data.CELLS**2)
+            grey = example.pixels.astype(float).mean(-1)
+            paper = np.median(grey)
+            inks.append(np.abs(grey - paper).mean(axis=(2, 3)).flatten())
+        assert np.corrcoef(*inks)[0, 1] > 0.95
 
 
 def test_squash_equals_the_image_processor() -> None:
     torch = pytest.importorskip("torch")
-    from PIL import Image
     from transformers import Idefics3ImageProcessor
 
     processor = Idefics3ImageProcessor(
@@ -51,11 +151,9 @@ def test_squash_equals_the_image_processor() -> None:
     )
     rng = random.Random(2)
     for _ in range(8):
-        image = data.render(rng, data.draw_digits(rng), FONTS).image
+        image = scenes.draw_whole(rng, mixture.lay_out(rng, "number", held_out=False))
         theirs = processor([image], return_tensors="pt")["pixel_values"][0, 0]
         ours = torch.from_numpy(data.squash(image).copy()).permute(2, 0, 1) / 127.5 - 1
         assert theirs.shape == ours.shape
         worst = float((theirs - ours).abs().max()) * 127.5
         assert worst < 2.5, worst  # grey levels: the two libraries round differently
-    assert isinstance(image, Image.Image)
-    assert np.asarray(image).ndim == 3

@@ -8,25 +8,48 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from demo_model.tower import Tower, TowerConfig, spelling_loss  # noqa: E402
+from demo_model.scenes import to_cells  # noqa: E402
+from demo_model.tower import Tower, TowerConfig, placing_loss  # noqa: E402
 
 
-def test_spelling_loss_equals_the_sum_over_places() -> None:
+def test_placing_loss_equals_the_sum_over_places() -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 6, 4).log_softmax(-1)
-    targets, lengths = torch.tensor([[1, 1, 2], [0, 0, 0]]), torch.tensor([3, 1])
-    losses, classes = spelling_loss(logits, targets, lengths)
-    for i in range(2):
-        wanted = targets[i, : lengths[i]].tolist()
-        total = 0.0
-        for start in range(6 - len(wanted) + 1):
-            path = [3] * 6
-            for k, label in enumerate(wanted):
-                path[start + k] = label
-            total += math.exp(sum(float(logits[i, t, c]) for t, c in enumerate(path)))
-        spelled = [c for c in classes[i].tolist() if c != 3]
-        assert spelled == wanted
-        assert float(losses[i]) == pytest.approx(-math.log(total), abs=1e-4)
+    where = torch.tensor([0, 0, 1])
+    starts = torch.tensor([[0, 1], [3, 4], [2, -1]])
+    tokens = torch.tensor([[1, 1], [2, -1], [0, 2]])
+    loss, classes = placing_loss(logits, where, starts, tokens)
+    total = 0.0
+    for image in range(2):
+        paths = [[3] * 6]
+        for i in range(3):
+            if int(where[i]) != image:
+                continue
+            said = [t for t in tokens[i].tolist() if t >= 0]
+            paths = [
+                [*path[:at], *said, *path[at + len(said) :]]
+                for path in paths
+                for at in starts[i].tolist()
+                if at >= 0
+            ]
+        chances = [
+            math.exp(sum(float(logits[image, t, c]) for t, c in enumerate(path))) for path in paths
+        ]
+        total -= math.log(sum(chances))
+        assert classes[image].tolist() == paths[chances.index(max(chances))]
+    assert float(loss) == pytest.approx(total / 2, abs=1e-4)
+
+
+def test_some_cells_alone_are_computed_at_their_true_places() -> None:
+    torch.manual_seed(0)
+    sizes = TowerConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=0, num_attention_heads=2
+    )
+    tower = Tower(sizes).eval()
+    pixels, cells = torch.randn(1, 64, 4, 16, 16, 3), torch.arange(64)[None]
+    keep = torch.tensor([[3, 17, 40]])
+    whole, part = tower(pixels, cells)[0], tower(pixels[:, keep[0]], keep)[0]
+    assert torch.allclose(whole[:, keep[0]], part, atol=1e-6)
 
 
 def test_tower_equals_transformers() -> None:
@@ -63,5 +86,8 @@ def test_tower_equals_transformers() -> None:
     pixels = torch.randn(2, 3, 256, 256)
     with torch.no_grad():
         theirs = connector(vision.eval()(pixels).last_hidden_state)
-        ours, _, _ = tower(pixels, torch.zeros(2, dtype=torch.long))
+        cells = torch.stack(
+            [torch.from_numpy(to_cells(p.numpy())) for p in pixels.permute(0, 2, 3, 1)]
+        )
+        ours, *_ = tower(cells, torch.arange(64).expand(2, -1))
     assert torch.allclose(ours, theirs, atol=1e-4)
