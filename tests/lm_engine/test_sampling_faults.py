@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chunked_prefill.request import SamplingParams
-from lm_engine import assembly
+from lm_engine import kv_sizing
 from lm_engine.engine import Engine
 from lm_engine.live import LiveRequest
 from lm_engine.models.errors import OutOfMemoryError
@@ -99,7 +99,7 @@ def test_a_pool_that_the_machine_cannot_hold_is_refused_with_numbers(
     folder = str(lab("llama").folder)
     options = EngineOptions(folder, device="cpu", kv_memory_bytes=1 << 40, max_num_seqs=1024)
     for free, fits in ((1 << 16, False), (1 << 40, True)):
-        monkeypatch.setattr(assembly, "available_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(kv_sizing, "available_bytes", lambda device, free=free: free)
         if fits:
             Engine.load(options)
             continue
