@@ -206,7 +206,7 @@ class KVManager:
         Positions before `start` keep their KV; those of an owner without blocks are what its last
         look-up found. Returns the copies to make before the step (a block shared with another owner
         is replaced by a copy; the beginning of a large sequence goes to the host), or None, with
-        nothing changed, when there is too little room.
+        no block changed, when there is too little room (a large sequence's promise is kept).
         `known_tokens` is how long the sequence is, `reach_tokens` how long it may become.
         """
         table = self._tables.setdefault(owner, _Table())
@@ -214,6 +214,7 @@ class KVManager:
         wish = self.blocks_for(min(reach_tokens, known_tokens))
         if self.cold is not None and self.cold.is_large(reach_tokens):
             table.large = True
+            # Kept also when there is no room now: who asked first is not overtaken for ever.
             self.cold.promise(owner, reach_tokens)
             reach = wish = self.cold.quota_blocks
         if not table.blocks and start:

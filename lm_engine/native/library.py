@@ -3,7 +3,7 @@
 Owns: finding a compiler, compiling for this very CPU, the cache of compiled libraries, and the
 reason when there is none. Does not own: the kernels, or what is done without them.
 
-Compiling on the spot (about a second, once) is what lets one source use whatever vectors the CPU
+Compiling on the spot (a few seconds, once) is what lets one source use whatever vectors the CPU
 has; a machine without a compiler runs torch's kernels instead.
 """
 
