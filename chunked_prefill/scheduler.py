@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from chunked_prefill.budget import Budget
+from chunked_prefill.forecast import Growth, OutputForecast, peak_blocks
 from chunked_prefill.prefixes import Leaders, Prefixes
 from chunked_prefill.request import Request
 from chunked_prefill.sequence import Sequence
@@ -88,6 +89,7 @@ class Scheduler:
         self.budget = budget
         self.max_num_seqs = max_num_seqs
         self._prefixes = Prefixes(kv, cache_key or CacheKey())
+        self.forecast = OutputForecast()
         self.step = 0
         self.num_preemptions = 0
         self._running: list[Sequence] = []
@@ -132,6 +134,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a running sequence whose last step was committed; all its KV can be found."""
+        self.forecast.observe(sequence.num_output_tokens)
         self.kv.seal(sequence.seq_id, sequence.cache_ids, sequence.num_computed_tokens)
         self.remove(sequence)
 
@@ -257,23 +260,34 @@ class Scheduler:
             self._preempt(victim, draft)
 
     def _fits(self, sequence: Sequence, without: Iterable[Sequence] = ()) -> bool:
-        """Whether there is a seat and room for the sequence's known tokens beside what running
-        ones still need, `without` some of them."""
+        """Whether there is a seat and room for the sequence beside the running ones, `without` some
+        of them: for what all of them know now, and for the most that they are likely to hold at one
+        time later. The only one is never refused: it is promised all that it may become."""
         gone = {s.seq_id for s in without}
         stay = [s for s in self._running if s.seq_id not in gone]
         if sum(s.width for s in stay) + sequence.width > self.max_num_seqs:
             return False
         if not stay:
             return True
-        promised = sum(
-            self.kv.lacking_blocks(s.seq_id, s.num_tokens + 1, s.max_tokens) for s in stay
-        )
+        now = sum(self.kv.lacking_blocks(s.seq_id, s.num_tokens + 1, s.max_tokens) for s in stay)
+        peak = peak_blocks([self._growth(s) for s in (*stay, sequence)], self.kv.block_size)
+        own = self.kv.lacking_blocks(sequence.seq_id, sequence.num_tokens + 1, sequence.max_tokens)
         return self.kv.can_start(
             sequence.seq_id,
             sequence.num_tokens + 1,
-            promised_blocks=promised,
+            promised_blocks=max(now, peak - own),
             without=gone,
             reach_tokens=sequence.max_tokens,
+        )
+
+    def _growth(self, sequence: Sequence) -> Growth:
+        left = sequence.max_tokens - sequence.num_tokens
+        return Growth(
+            sequence.num_tokens,
+            self.kv.held_blocks(sequence.seq_id),
+            self.forecast.remaining(sequence.num_output_tokens, max(1, left)),
+            sequence.width,
+            self.kv.device_bound(sequence.max_tokens),
         )
 
     def _has_seat(self, sequence: Sequence) -> bool:

@@ -85,6 +85,10 @@ class ColdPrefixes:
         """Device blocks whose worth of tokens lies on the host."""
         return len(self._owned.get(owner, ())) * self.size
 
+    def superblocks(self, owner: int) -> tuple[int, ...]:
+        """The numbers of the owner's beginning in the host's pool, in order."""
+        return tuple(self._owned.get(owner, ()))
+
     def slots(self, owner: int) -> tuple[int, ...]:
         """Host slots of the owner's beginning, in order."""
         return tuple(self.host.slot(handle) for handle in self._owned.get(owner, ()))

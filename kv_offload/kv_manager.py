@@ -108,12 +108,16 @@ class KVManager:
         """Device blocks that the owner will still ask for until it has `num_tokens` tokens."""
         return max(0, self._device_blocks(num_tokens, reach_tokens) - self.held_blocks(owner))
 
+    def device_bound(self, reach_tokens: int) -> int | None:
+        """Most device blocks of a sequence that may reach `reach_tokens`; None when the pool is the
+        only bound."""
+        large = self.cold is not None and self.cold.is_large(reach_tokens)
+        return self.cold.quota_blocks if self.cold is not None and large else None
+
     def _device_blocks(self, num_tokens: int, reach_tokens: int) -> int:
         """Device blocks of a sequence of `num_tokens` tokens that may reach `reach_tokens`."""
-        need = self.blocks_for(num_tokens)
-        if self.cold is None or not self.cold.is_large(reach_tokens):
-            return need
-        return min(need, self.cold.quota_blocks)
+        need, bound = self.blocks_for(num_tokens), self.device_bound(reach_tokens)
+        return need if bound is None else min(need, bound)
 
     def runs(self, owner: int) -> tuple[tuple[int, int], ...]:
         """The block table as (first block, number of blocks) runs in token order, after the cold
@@ -123,6 +127,10 @@ class KVManager:
     def cold_slots(self, owner: int) -> tuple[int, ...]:
         """Host slots of the superblocks that hold the owner's beginning."""
         return () if self.cold is None else self.cold.slots(owner)
+
+    def cold_superblocks(self, owner: int) -> tuple[int, ...]:
+        """Their numbers in the host's pool, in the order of `cold_slots`."""
+        return () if self.cold is None else self.cold.superblocks(owner)
 
     def _cold_blocks(self, owner: int) -> int:
         return 0 if self.cold is None else self.cold.num_blocks(owner)

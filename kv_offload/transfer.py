@@ -194,6 +194,10 @@ class Transfers:
         self._answers.clear()
         return answers
 
+    def advance(self) -> None:
+        """What `poll` does, for one who waits for a single ticket: answers stay for their owners."""
+        self._advance()
+
     def join(self, ticket: int) -> None:
         """What the ticket brings may be read by compute issued after this call.
 
