@@ -1,34 +1,37 @@
 """`longlens plan`: what a model needs of a device, before anything is started.
 
-Owns: the verbs under `plan`, their flags, tables and JSON. Does not own: the arithmetic
-(chunked_prefill/planner). Imports no torch.
+Owns: the list of verbs, and `kv` with its table. Does not own: the other verbs (plan_speed.py,
+plan_scale.py), how reports are shown (plan_show.py), or the arithmetic (chunked_prefill/planner).
+Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from json import dumps
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from api import plan_scale, plan_speed
+from api.plan_flags import Target, lengths
+from api.plan_show import aligned, seconds
 from chunked_prefill.planner.devices import PlanError, find_device
 from chunked_prefill.planner.kv import ACHIEVED_FLOPS, CPU_BANDWIDTH, KVPlan, plan_kv
-from chunked_prefill.planner.shapes import find_shape
+from chunked_prefill.planner.model_files import find_shape
 
-plan_app = App(name="plan", help="Plans by arithmetic: what fits, and what binds.")
+plan_app = App(name="plan", help="Plans by arithmetic: what fits, what binds, where it turns.")
+_TARGET = Target()
+_MOST_HOST_GIB = 1 << 20
 
 
 @plan_app.command
 def kv(
     model: str,
     *,
-    device: str = "H100",
-    weights: str = "bf16",
-    kv_dtype: str = "bf16",
-    context: str = "8k,32k,128k",
+    context: str | None = None,
     host_kv_gib: float = 0.0,
+    target: Target = _TARGET,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """KV bytes per token, users by context, and what host memory buys.
@@ -37,40 +40,38 @@ def kv(
     ----------
     model
         A folder with config.json, or a known shape such as llama-3.1-70b.
-    device
-        H100, 8xH100 (one model on eight), H200, B200, A100, L4, RTX4090, or this (memory only).
-    weights
-        Format of the weights: bf16, fp8, w4a16, fp32.
-    kv_dtype
-        Format of the KV: bf16, fp8, fp32.
     context
-        Lengths of context, separated by commas; 32k is 32768.
+        Lengths of context, separated by commas; 8k,32k,128k as far as the model goes.
     host_kv_gib
         Host memory for KV, in GiB.
     json
         Print JSON for programs.
     """
-    spec, count = find_device(device)
+    if not 0 <= host_kv_gib <= _MOST_HOST_GIB:
+        raise PlanError(
+            f"--host-kv-gib is {host_kv_gib:g}; give GiB of host memory from 0 (none) to "
+            f"{_MOST_HOST_GIB:,}"
+        )
+    spec, count = find_device(target.device)
     plan = plan_kv(
         find_shape(model),
         spec,
         count,
-        weights=weights,
-        kv=kv_dtype,
-        contexts=_lengths(context),
+        weights=target.weights,
+        kv=target.kv_dtype,
+        contexts=None if context is None else lengths("context", context),
         host_bytes=host_kv_gib * 2**30,
     )
     print(dumps(asdict(plan), indent=1) if json else "\n".join(_kv_lines(plan)))
     return 0
 
 
-def _lengths(text: str) -> tuple[int, ...]:
-    from api.config import number
-
-    try:
-        return tuple(int(number(part)) for part in text.split(","))
-    except ValueError as error:
-        raise PlanError(f"--context {text!r} is no list of lengths such as 8k,131072") from error
+for _verb in (
+    *(plan_speed.roofline, plan_speed.prefill, plan_scale.users, plan_speed.speculate),
+    *(plan_speed.quantize, plan_scale.disaggregate, plan_scale.lora, plan_speed.moe),
+    *(plan_scale.images, plan_scale.fleet, plan_speed.batching),
+):
+    plan_app.command(_verb)
 
 
 def _kv_lines(plan: KVPlan) -> list[str]:
@@ -89,9 +90,9 @@ def _kv_lines(plan: KVPlan) -> list[str]:
                 f"{c.kv_bytes / 1e9:.2f} GB",
                 f"{c.users:,}",
                 f"{c.users_with_host:,}",
-                _seconds(c.copy_seconds),
-                _seconds(c.cpu_seconds),
-                _seconds(c.prefill_seconds),
+                seconds(c.copy_seconds),
+                seconds(c.cpu_seconds),
+                seconds(c.prefill_seconds),
                 "-" if c.smallest_chunk is None else f"{c.smallest_chunk:,}",
             )
             for c in plan.contexts
@@ -103,8 +104,9 @@ def _kv_lines(plan: KVPlan) -> list[str]:
         f"KV per token   {plan.kv_bytes_per_token:,.0f} bytes{copies}",
         f"room           {fits}",
         f"one request    at most {largest}",
+        *([f"the model      {plan.model_length:,} tokens"] if plan.model_length else []),
         "",
-        *_aligned(rows),
+        *aligned(rows),
         "",
         "with host: contexts that device and host hold together.",
         "copy: a context's KV from the host, once to go on with it, or for each token decoded",
@@ -117,17 +119,3 @@ def _kv_lines(plan: KVPlan) -> list[str]:
     if seen < plan.contexts[-1].kv_bytes:
         lines.append(f"Sliding windows let the last token see {seen / 1e9:.2f} GB of the largest.")
     return lines
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.1f} s" if value >= 10 else f"{value * 1e3:,.0f} ms"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]

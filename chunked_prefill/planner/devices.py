@@ -1,7 +1,8 @@
 """Devices by what their data sheets say.
 
-Owns: DeviceSpec, the table of known devices, and this machine as one. Does not own: what is done
-with the numbers. Imports no torch.
+Owns: DeviceSpec, the table of known devices, this machine as one, and PlanError with the check of
+numbers that every planner makes. Does not own: what is done with the numbers, or the measuring of
+this machine (this_machine.py). Imports no torch.
 
 Units are decimal (1e9, 1e12). Rates are dense, without sparsity, from the makers' data sheets.
 """
@@ -13,10 +14,28 @@ import re
 from dataclasses import dataclass
 
 THIS_MACHINE = "this"
+MOST_DEVICES = 4096
+"""That share one model."""
 
 
 class PlanError(ValueError):
     """A plan was asked for that makes no sense; the message names the value and the remedy."""
+
+
+def require(name: str, value: float, least: float, most: float, why: str = "") -> None:
+    """Raises PlanError unless least <= value <= most; NaN is refused too. `name` is the flag or
+    parameter, `why` follows the numbers."""
+    if not least <= value <= most:
+        raise PlanError(
+            f"{name} is {_written(value)}; it must be from {_written(least)} to {_written(most)}"
+            f"{why and ': '}{why}"
+        )
+
+
+def _written(value: float) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if value.is_integer() else f"{value:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +49,13 @@ class DeviceSpec:
     """None where the device has no such units."""
     link_bytes_per_s: float | None
     """What host-to-device copies in large pieces reach, about 0.8 of the link's rate."""
+    measured: bool = False
+    """The rates were measured, so they need no factor for what a program reaches of them."""
+
+    def flops_per_s(self, weights: str) -> float | None:
+        """Of one device for weights of this format: the fp8 rate for fp8 where there are such
+        units, else bf16's, to which smaller weights are widened."""
+        return (weights == "fp8" and self.fp8_flops_per_s) or self.bf16_flops_per_s
 
 
 DEVICES: dict[str, DeviceSpec] = {
@@ -49,10 +75,13 @@ Ada architecture white paper for the RTX 4090 (bf16 with fp32 accumulation)."""
 
 def find_device(name: str) -> tuple[DeviceSpec, int]:
     """A device and how many of it: `H100`, `8xH100`, `rtx 4090`, `this`. Raises PlanError."""
-    match = re.fullmatch(r"(?:(\d+)\s*[x×]\s*)?(.+)", name.strip().lower())
+    match = re.fullmatch(r"(?:(\d{1,6})\s*[x×]\s*)?(.+)", name.strip().lower())
     count, wanted = int((match and match[1]) or 1), (match[2] if match else "")
-    if count < 1:
-        raise PlanError(f"device {name!r} counts none; give a number from 1, as in 8xH100")
+    if not 1 <= count <= MOST_DEVICES:
+        raise PlanError(
+            f"device {name!r} counts {count:,}; give a number from 1 to {MOST_DEVICES:,}, "
+            "as in 8xH100"
+        )
     if wanted == THIS_MACHINE:
         return this_machine(), count
     spec = DEVICES.get(re.sub(r"[\s_-]", "", wanted))
@@ -63,6 +92,6 @@ def find_device(name: str) -> tuple[DeviceSpec, int]:
 
 
 def this_machine() -> DeviceSpec:
-    """This machine's memory. Its rates are not in any table: they are measured, not planned."""
+    """This machine's memory. Its rates are in no table: this_machine.measured() fills them in."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return DeviceSpec("this machine", float(total), None, None, None, None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chunked_prefill.planner.devices import DeviceSpec, PlanError
+from chunked_prefill.planner.devices import MOST_DEVICES, DeviceSpec, PlanError, require
 from chunked_prefill.planner.shapes import ModelShape
 
 BYTES_PER_NUMBER: dict[str, float] = {
@@ -29,6 +29,7 @@ ACTIVATION_BYTES = 2e9
 """Set aside per device for activations and buffers."""
 ACHIEVED_FLOPS = 0.4
 """Share of the dense rate that prefill reaches."""
+USUAL_CONTEXTS = (8192, 32_768, 131_072)
 CPU_BANDWIDTH = 200e9
 """Bytes per second of KV that a server's CPU is taken to attend: eight channels of DDR5-4800 read
 307e9 at most."""
@@ -90,6 +91,13 @@ def prefill_seconds(shape: ModelShape, tokens: int, flops_per_s: float) -> float
     return (2 * shape.active_parameters * tokens + attention) / flops_per_s
 
 
+def usual_contexts(shape: ModelShape) -> tuple[int, ...]:
+    """8k, 32k and 128k as far as the model goes, and its own length where that cuts the row."""
+    most = USUAL_CONTEXTS[-1]
+    longest = min(shape.max_length or most, most)
+    return (*(n for n in USUAL_CONTEXTS if n < longest), longest)
+
+
 @dataclass(frozen=True, slots=True)
 class ContextPlan:
     """One length of context. Seconds are None where the device's rates are unknown."""
@@ -133,9 +141,11 @@ class KVPlan:
     """For KV on all devices together; negative when the weights do not fit."""
     host_bytes: float
     largest_context: int
-    """Tokens of one request that fit the devices alone."""
+    """Tokens of one request that fit the devices alone, whatever the model's own length."""
     largest_with_host: int
     """Tokens of one request whose KV may lie in the host as well."""
+    model_length: int | None
+    """Tokens that the model was made for; None where its configuration does not say."""
     contexts: tuple[ContextPlan, ...]
 
 
@@ -146,17 +156,20 @@ def plan_kv(
     *,
     weights: str = "bf16",
     kv: str = "bf16",
-    contexts: tuple[int, ...] = (8192, 32_768, 131_072),
+    contexts: tuple[int, ...] | None = None,
     host_bytes: float = 0.0,
 ) -> KVPlan:
     """The plan. Raises PlanError for number formats of no known size, and for contexts under one
-    token."""
-    weight_bytes, number_bytes = _bytes_of("weights", weights), _bytes_of("kv", kv)
-    if count < 1 or host_bytes < 0 or not contexts or min(contexts) < 1:
-        raise PlanError(
-            f"{count} devices, {host_bytes:g} bytes of host memory and contexts {contexts} make no "
-            "plan: each must be positive (host memory may be 0)"
-        )
+    token or beyond the model's own length."""
+    weight_bytes, number_bytes = bytes_of("weights", weights), bytes_of("kv", kv)
+    require("devices", count, 1, MOST_DEVICES)
+    require("host_bytes", host_bytes, 0, 1e18, "0 plans without host memory")
+    if contexts is None:
+        contexts = usual_contexts(shape)
+    if not contexts:
+        raise PlanError("context lists no length; name one or more, such as 8k,32k")
+    for tokens in contexts:
+        require("context", tokens, 1, shape.max_length or 1e9, f"{shape.name} goes no further")
     room = room_for_kv(shape, device, count, weight_bytes) * count
     per_token = kv_bytes_per_token(shape, number_bytes, count) * count
     once = kv_bytes_per_token(shape, number_bytes)
@@ -195,11 +208,13 @@ def plan_kv(
         host_bytes=host_bytes,
         largest_context=int(everywhere // per_token),
         largest_with_host=int(everywhere // per_token) + int(host_bytes // once),
+        model_length=shape.max_length,
         contexts=tuple(one(tokens) for tokens in contexts),
     )
 
 
-def _bytes_of(what: str, name: str) -> float:
+def bytes_of(what: str, name: str) -> float:
+    """Stored bytes per number of a format. Raises PlanError, in which `what` names the field."""
     if name not in BYTES_PER_NUMBER:
         raise PlanError(
             f"{what} {name!r} has no known size. Known are: {', '.join(BYTES_PER_NUMBER)}."

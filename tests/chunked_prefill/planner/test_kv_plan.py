@@ -15,9 +15,11 @@ from chunked_prefill.planner.kv import (
     room_for_kv,
     smallest_chunk,
     users,
+    usual_contexts,
     visible_kv_bytes,
 )
 from chunked_prefill.planner.shapes import SHAPES
+from chunked_prefill.planner.this_machine import measured
 from kv_offload.layout import KVLayout
 
 H100, H200 = DEVICES["h100"], DEVICES["h200"]
@@ -105,7 +107,8 @@ def test_the_chunk_has_a_limit_that_no_context_exceeds() -> None:
     ("name", "copied", "cpu"), [("llama-3.1-8b", 344, 86), ("qwen2.5-vl-7b", 150, 38)]
 )
 def test_a_token_of_a_context_in_the_host(name: str, copied: int, cpu: int) -> None:
-    (context,) = plan_kv(SHAPES[name], H100, contexts=(K128,)).contexts
+    shape = replace(SHAPES[name], max_length=K128)
+    (context,) = plan_kv(shape, H100, contexts=(K128,)).contexts
     assert CPU_BANDWIDTH == 200e9
     assert H100.link_bytes_per_s == 50e9
     assert context.copy_seconds is not None
@@ -171,13 +174,37 @@ def test_this_machine_has_memory_and_no_rates() -> None:
 
 
 def test_nonsense_is_refused() -> None:
-    for name in ("H1000", "", "0xH100"):
+    for name in ("H1000", "", "0xH100", "5000xH100", "99999999xH100"):
         with pytest.raises(PlanError, match="device"):
             find_device(name)
     shape = SHAPES["llama-3.1-8b"]
     with pytest.raises(PlanError, match=r"kv 'fp3' has no known size.*fp8"):
         plan_kv(shape, H100, kv="fp3")
-    with pytest.raises(PlanError, match="make no plan"):
+    with pytest.raises(PlanError, match=r"context is 0; it must be from 1 to 131,072"):
         plan_kv(shape, H100, contexts=(0,))
-    with pytest.raises(PlanError, match="make no plan"):
+    with pytest.raises(PlanError, match="context lists no length"):
+        plan_kv(shape, H100, contexts=())
+    with pytest.raises(PlanError, match=r"host_bytes is -1; it must be from 0"):
         plan_kv(shape, H100, host_bytes=-1.0)
+    with pytest.raises(PlanError, match="devices is 0"):
+        plan_kv(shape, H100, 0)
+
+
+def test_no_row_goes_beyond_a_models_own_length() -> None:
+    small = SHAPES["smollm2-135m"]
+    assert [c.tokens for c in plan_kv(small, H100).contexts] == [8192]
+    assert usual_contexts(replace(small, max_length=40_000)) == (8192, 32_768, 40_000)
+    assert usual_contexts(replace(small, max_length=None)) == (8192, 32_768, K128)
+    assert usual_contexts(SHAPES["deepseek-v3"]) == (8192, 32_768, K128)
+    with pytest.raises(PlanError, match=r"context is 8,193; .* 8,192: smollm2-135m goes no fur"):
+        plan_kv(small, H100, contexts=(100, 8193))
+
+
+def test_this_machine_is_measured() -> None:
+    spec, _ = find_device("this")
+    rates = measured(spec)
+    assert rates.measured
+    assert rates.memory_bytes == spec.memory_bytes
+    # Between a slow core in use by others and the largest servers.
+    assert 1e8 < (rates.bandwidth_bytes_per_s or 0) < 2e12
+    assert 1e8 < (rates.bf16_flops_per_s or 0) < 1e14

@@ -11,8 +11,10 @@ import torch
 import transformers as tf
 
 from chunked_prefill.planner.devices import PlanError
-from chunked_prefill.planner.shapes import SHAPES, find_shape, read_shape
-from tests.checkpoints import TEXT_FAMILIES, checkpoint
+from chunked_prefill.planner.model_files import find_shape, read_shape
+from chunked_prefill.planner.shapes import SHAPES
+from chunked_prefill.planner.vision_shapes import read_vision_shape
+from tests.checkpoints import TEXT_FAMILIES, VISION_FAMILIES, checkpoint
 
 
 @pytest.mark.parametrize(
@@ -117,6 +119,67 @@ def test_what_is_no_model_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
     with pytest.raises(PlanError, match="lacks num_attention_heads"):
         find_shape(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(PlanError, match="holds no JSON object"):
+        find_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be positive"),
+        ({"hidden_size": "wide"}, "impossible sizes"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers is -2"),
+        ({"text_config": [1]}, "impossible sizes"),
+        ({"rope_scaling": "yarn"}, "impossible sizes"),
+        ({"num_key_value_heads": [8]}, "impossible sizes"),
+    ],
+)
+def test_impossible_sizes_are_said(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        read_shape("model", EXPERTS["mixtral-8x7b"][0] | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "length"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 32_768}, 32_768),
+        # Qwen2.5's way to 128k, by its model card: YaRN over the length before it.
+        (
+            {
+                "max_position_embeddings": 32_768,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32_768,
+                },
+            },
+            131_072,
+        ),
+    ],
+)
+def test_a_models_own_length(change: dict[str, Any], length: int | None) -> None:
+    shape = read_shape("model", EXPERTS["mixtral-8x7b"][0] | change)
+    assert shape.max_length == length
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', '{"a": {"dtype": "F32"}}', "[1]", '{"a": []}'])
+def test_headers_that_are_none_are_not_counted(text: str, root: Path, tmp_path: Path) -> None:
+    folder = checkpoint("llama", root)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    data = len(text).to_bytes(8, "little") + text.encode()
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert find_shape(str(tmp_path)).stored_parameters is None
+
+
+def test_what_each_token_of_a_prompt_is_multiplied_by() -> None:
+    """8.03e9 of Llama 3.1 8B less embedding and head, 128,256 x 4,096 each, and the last norm."""
+    shape = SHAPES["llama-3.1-8b"]
+    assert shape.body_parameters == 8_030_261_248 - 2 * 128_256 * 4096 - 4096
+    v3 = SHAPES["deepseek-v3"]
+    assert v3.active_parameters - v3.body_parameters == 2 * 129_280 * 7168 + 7168
+    assert v3.expert_parameters == 58 * 256 * 3 * 7168 * 2048
 
 
 def test_damaged_weights_are_not_counted(root: Path, tmp_path: Path) -> None:
@@ -124,3 +187,20 @@ def test_damaged_weights_are_not_counted(root: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes(b"\x00\x01")
     assert find_shape(str(tmp_path)).stored_parameters is None
+
+
+@pytest.mark.parametrize("name", VISION_FAMILIES)
+def test_towers_against_transformers(name: str, root: Path) -> None:
+    """Numbers of all matrices that a patch, or a row after merging, is multiplied by."""
+    folder = checkpoint(name, root)
+    shape = read_vision_shape(name, json.loads((folder / "config.json").read_text()))
+    with torch.device("meta"):
+        model = tf.AutoModelForImageTextToText.from_config(tf.AutoConfig.from_pretrained(folder))
+    tower = merger = 0
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d | torch.nn.Conv3d):
+            if any(word in path for word in ("merger", "connector", "multi_modal_projector")):
+                merger += module.weight.numel()
+            elif "visual" in path or "vision" in path:
+                tower += module.weight.numel()
+    assert (shape.parameters, shape.merger_parameters) == (tower, merger)
