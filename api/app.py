@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
 
 from api import completions, tokens
+from api import estimate as estimates
 from api.config import ServeConfig
 from api.errors import (
     ApiError,
@@ -28,8 +30,8 @@ from api.errors import (
     OverloadedError,
     json_response,
 )
+from api.estimate import EstimateRequest
 from api.gate import Gate
-from api.messages import Strict
 from api.metrics import CONTENT_TYPE
 from api.model_folder import resolve_model
 from api.schemas import (
@@ -74,7 +76,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         (401, "The API key is missing or wrong."),
         (404, "There is no such model or path."),
         (413, "The body is too large."),
-        (429, "This caller has too much in flight."),
+        (429, "This caller has too much in flight, or x-ttft-deadline-ms cannot be met."),
         (500, "The server failed."),
         (503, "The server is loading, full or draining."),
     )
@@ -146,7 +148,7 @@ def _handle_errors(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http_error)
 
 
-def _body(schema: type[Strict]) -> dict[str, Any]:
+def _body(schema: type[BaseModel]) -> dict[str, Any]:
     """The route reads its own body, under limits; this is what /openapi.json says of it."""
     described = schema.model_json_schema(ref_template="#/components/schemas/{model}")
     described.pop("$defs", None)
@@ -163,6 +165,10 @@ def _generating_routes(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions", responses=_ERRORS, openapi_extra=_body(CompletionRequest))
     async def text_completions(request: Request) -> Response:
         return await completions.completions(server, request)
+
+    @app.post("/v1/estimate", responses=_ERRORS, openapi_extra=_body(EstimateRequest))
+    async def estimate(request: Request) -> Response:
+        return await estimates.estimate(server, request)
 
     @app.post("/v1/render", responses=_ERRORS, openapi_extra=_body(ChatRequest))
     async def render(request: Request) -> Response:

@@ -6,11 +6,12 @@ an engine request of them. Does not own: templates (prompt.py), fetching (media.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api.errors import BadRequestError, MediaError
+from api.errors import BadRequestError, ContextTooLongError, MediaError
 from api.media import ImageSource, RequestMedia
 from api.messages import ImagePart, Message, ResolutionFields, TextPart
 from api.prompt import PlannedImage, Prompt, PromptBuilder, Turn
@@ -30,6 +31,8 @@ class Conversation:
 class ChatPrompt:
     prompt: Prompt
     media: tuple[MediaItem, ...]
+    baseline: Prompt | None = None
+    """The same with a neutral question (evidence.py), if one was asked for and fits."""
 
 
 def read_messages(messages: Sequence[Message], limits: ResolutionFields | None) -> Conversation:
@@ -89,6 +92,7 @@ def build(
     scope: tuple[bytes, ...],
     add_generation_prompt: bool,
     arguments: dict[str, Any],
+    neutral: tuple[Turn, ...] | None = None,
 ) -> ChatPrompt:
     """CPU work for a thread: plans, keys, template, tokens. Raises ApiError."""
     items: list[MediaItem] = []
@@ -96,14 +100,23 @@ def build(
         assert prompts.planner is not None
         items = media.items(media.plans(prompts.planner), scope)
         _check_rows(items, info)
-    prompt = prompts.chat(
-        conversation.turns,
-        [PlannedImage(item.key, item.plan) for item in items],
-        add_generation_prompt=add_generation_prompt,
-        arguments=arguments,
-        max_tokens=info.max_model_len,
-    )
-    return ChatPrompt(prompt, tuple(items))
+    planned = [PlannedImage(item.key, item.plan) for item in items]
+
+    def render(turns: tuple[Turn, ...]) -> Prompt:
+        return prompts.chat(
+            turns,
+            planned,
+            add_generation_prompt=add_generation_prompt,
+            arguments=arguments,
+            max_tokens=info.max_model_len,
+        )
+
+    prompt = render(conversation.turns)
+    baseline = None
+    if neutral is not None:
+        with contextlib.suppress(ContextTooLongError):
+            baseline = render(neutral)
+    return ChatPrompt(prompt, tuple(items), baseline)
 
 
 def _check_rows(items: Sequence[MediaItem], info: ModelInfo) -> None:

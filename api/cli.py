@@ -1,7 +1,7 @@
 """The command line.
 
 Owns: the verbs `serve`, `chat`, `config show` and `doctor`, their flags and exit codes, and the way
-to those of plan_cli.py.
+to those of plan_cli.py and bench_cli.py.
 Does not own: settings (config.py defines each flag once), or what a verb does.
 
 Modules are imported by the verb that needs them, so that `--help` is quick.
@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
+from api.bench_cli import bench
 from api.config import ConfigError, ServeConfig, Settings, load
 from api.environment import check_environment
 from api.plan_cli import plan_app
@@ -33,6 +34,7 @@ app = App(
 config_app = App(name="config", help="Settings and where their values come from.")
 app.command(config_app)
 app.command(plan_app)
+app.command(bench)
 
 
 def _version() -> str:

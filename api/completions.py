@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import os
-import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -25,9 +25,16 @@ from api.answers import AnswerShape, ChatShape, CompletionShape, prompt_logprobs
 from api.body import Payload
 from api.errors import BadRequestError, json_response
 from api.events import EventFeed
+from api.evidence import EvidenceReport
 from api.generation import Run
+from api.neutral import neutral_text, neutral_turns, options, wants_baseline
 from api.prompt import Prompt, PromptBuilder
-from api.sampling import check_logprob_entries, check_token_ids, sampling_params
+from api.sampling import (
+    check_intervals,
+    check_logprob_entries,
+    check_token_ids,
+    sampling_params,
+)
 from api.schemas import ChatRequest, CompletionRequest, Generation
 from api.server import Model, Server
 from api.streaming import EventStream, disconnected
@@ -36,6 +43,8 @@ from lm_engine.client import MediaItem
 
 T = TypeVar("T")
 
+DEADLINE_HEADER = "x-ttft-deadline-ms"
+_LONGEST_DEADLINE_MS = 86_400_000
 INLINE_CHARS = 2000
 """Texts up to this length are tokenised on the event loop: it takes less than a thread's start."""
 
@@ -46,10 +55,13 @@ class Prepared:
 
     prompts: tuple[Prompt, ...]
     media: tuple[MediaItem, ...] = ()
+    baselines: tuple[Prompt | None, ...] = ()
+    """With a neutral question, for each prompt; empty when none was asked for."""
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
+        """Of all that is computed, baselines included."""
+        return sum(len(p.token_ids) for p in (*self.prompts, *self.baselines) if p is not None)
 
 
 async def chat_completions(server: Server, request: Request) -> Response:
@@ -124,6 +136,7 @@ async def prepare_chat(
     prompts = model.frontend.prompts
     conversation = chat.read_messages(body.messages, body.mm_processor_kwargs)
     chat.check_images(conversation, prompts, most=server.config.limit_mm_per_prompt)
+    neutral = neutral_turns(conversation.turns, body.return_evidence)
     media = await server.media.load(conversation.sources, payload.attachments, ticket.add_media)
     stack.callback(media.close)
     work = functools.partial(
@@ -135,23 +148,28 @@ async def prepare_chat(
         scope=(server.model_name.encode(), ticket.tenant.encode()),
         add_generation_prompt=body.add_generation_prompt,
         arguments=chat.template_arguments(body.chat_template_kwargs),
+        neutral=neutral,
     )
     small = not media.spooled and len(payload.json) <= INLINE_CHARS
     # Hashing images takes turns with decoding them; tokenising long texts must wait for neither.
     pool = server.pool if media.spooled else None
     built = work() if small else await asyncio.get_running_loop().run_in_executor(pool, work)
     _check_not_empty(built.prompt.token_ids, "messages")
-    return Prepared((built.prompt,), built.media)
+    return Prepared((built.prompt,), built.media, (built.baseline,))
 
 
 async def prepare_text(model: Model, body: CompletionRequest) -> Prepared:
-    given = body.prompt
+    given, chosen = body.prompt, options(body.return_evidence)
     texts = [given] if isinstance(given, str) else [p for p in given if isinstance(p, str)]
     prompts: list[Prompt] = []
+    baselines: list[Prompt] = []
     if texts:
-        work = functools.partial(_tokenise, model, body, texts)
-        small = sum(map(len, texts)) <= INLINE_CHARS
-        prompts = work() if small else await asyncio.to_thread(work)
+        neutral = [neutral_text(text, chosen, "prompt") for text in texts]
+        every = texts + [text for text in neutral if text is not None]
+        work = functools.partial(_tokenise, model, body, every)
+        small = sum(map(len, every)) <= INLINE_CHARS
+        found = work() if small else await asyncio.to_thread(work)
+        prompts, baselines = found[: len(texts)], found[len(texts) :]
     elif isinstance(given, list):
         lists: list[Any] = given if given and isinstance(given[0], list) else [given]
         for place, ids in enumerate(lists):
@@ -162,7 +180,7 @@ async def prepare_text(model: Model, body: CompletionRequest) -> Prepared:
         _check_not_empty(prompt.token_ids, "prompt" if len(prompts) == 1 else f"prompt.{place}")
     if not prompts:
         _check_not_empty((), "prompt")
-    return Prepared(tuple(prompts))
+    return Prepared(tuple(prompts), baselines=tuple(baselines))
 
 
 def _tokenise(model: Model, body: CompletionRequest, texts: list[str]) -> list[Prompt]:
@@ -192,27 +210,26 @@ async def _respond(
     shape: AnswerShape,
     stack: AsyncExitStack,
 ) -> Response:
-    requests = [
-        EngineRequest(
-            request_id=f"{shape.id}-{place}",
-            token_ids=prompt.token_ids,
-            sampling=sampling_params(
-                body, model.info, model.frontend.defaults, prompt_tokens=len(prompt.token_ids)
-            ),
-            image_spans=prompt.spans,
-            positions=prompt.positions,
-            position_delta=prompt.position_delta,
-            tenant=request.state.tenant,
-            arrival_s=received_s,
-        )
-        for place, prompt in enumerate(prepared.prompts)
-    ]
+    requests = engine_requests(
+        model,
+        body,
+        prepared.prompts,
+        name=shape.id,
+        tenant=request.state.tenant,
+        received_s=received_s,
+    )
+    deadline_s = ttft_deadline_s(request)
     check_logprob_entries(requests)
+    check_intervals(requests)
+    evidence = await _evidence(model, body, prepared, requests)
     ticket = request.state.ticket
     ticket.add_tokens(prepared.prompt_tokens)
     # The body has been spooled or tokenised; from here on only the images count, which are no
     # more than the body and what was fetched.
     ticket.resize_media(_media_bytes(prepared))
+    if evidence is not None:
+        evidence.plan_baselines(requests)
+    requests = [told(one, deadline_s, stream=bool(body.stream)) for one in requests]
     feed = EventFeed(server.client, [(one, prepared.media) for one in requests])
     stack.push_async_callback(feed.close)
     stack.callback(server.follow(feed))
@@ -224,19 +241,21 @@ async def _respond(
         prompt_lengths=tuple(len(prompt.token_ids) for prompt in prepared.prompts),
         image_tokens=sum(prompt.image_tokens for prompt in prepared.prompts),
         arrival_s=request.state.arrival_s,
+        received_s=received_s,
         has_media=bool(prepared.media),
+        evidence=evidence,
+        media=prepared.media,
     )
     headers = _headers(prepared)
     if body.stream:
         await _while_connected(request, run.until_valid(server.config.keepalive_s))
-        elapsed = time.monotonic() - run.arrival_s
         return EventStream(
             run,
             stack.pop_all(),
             options=body.stream_options,
             progress=bool(body.return_progress),
             keepalive_s=server.config.keepalive_s,
-            headers={**headers, "server-timing": f"accepted;dur={elapsed * 1000:.2f}"},
+            headers=headers | run.headers(),
         )
     await _while_connected(request, run.collect())
     answer = shape.whole(run.choices, run.usage())
@@ -247,7 +266,79 @@ async def _respond(
         answer["prompt_logprobs"] = per_prompt[0] if len(per_prompt) == 1 else per_prompt
     if body.return_token_ids:
         answer["prompt_token_ids"] = [list(prompt.token_ids) for prompt in prepared.prompts]
-    return json_response(answer, headers={**headers, "server-timing": run.server_timing()})
+    if evidence is not None:
+        answer["evidence"] = evidence.json()
+    return json_response(answer, headers=headers | run.headers())
+
+
+def engine_requests(
+    model: Model,
+    body: Generation,
+    prompts: Sequence[Prompt],
+    *,
+    name: str,
+    tenant: str,
+    received_s: float,
+) -> list[EngineRequest]:
+    """What the engine is asked for: one request per prompt, named NAME-0, NAME-1, ..."""
+    return [
+        EngineRequest(
+            request_id=f"{name}-{place}",
+            token_ids=prompt.token_ids,
+            sampling=sampling_params(
+                body, model.info, model.frontend.defaults, prompt_tokens=len(prompt.token_ids)
+            ),
+            image_spans=prompt.spans,
+            positions=prompt.positions,
+            position_delta=prompt.position_delta,
+            tenant=tenant,
+            arrival_s=received_s,
+        )
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+def told(request: EngineRequest, deadline_s: float | None, *, stream: bool) -> EngineRequest:
+    """The request with what its client wants to know, and to hold, of its first token."""
+    if deadline_s is None:
+        return replace(request, wants_estimate=stream)
+    return replace(request, wants_estimate=stream, ttft_s=deadline_s, must_meet_ttft=True)
+
+
+def ttft_deadline_s(request: Request) -> float | None:
+    """x-ttft-deadline-ms. Raises BadRequestError."""
+    given = request.headers.get(DEADLINE_HEADER)
+    if given is None:
+        return None
+    try:
+        milliseconds = float(given)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds <= _LONGEST_DEADLINE_MS:
+        raise BadRequestError(
+            f"{DEADLINE_HEADER} must be milliseconds above 0 and at most {_LONGEST_DEADLINE_MS}.",
+            param=DEADLINE_HEADER,
+        )
+    return milliseconds / 1e3
+
+
+async def _evidence(
+    model: Model, body: Generation, prepared: Prepared, requests: list[EngineRequest]
+) -> EvidenceReport | None:
+    params = requests[0].sampling.evidence
+    if params is None:
+        return None
+    work = functools.partial(
+        EvidenceReport.of,
+        params,
+        body.n or 1,
+        prepared.prompts,
+        prepared.baselines,
+        model.frontend.tokenizer,
+        max_model_len=model.info.max_model_len,
+        required=wants_baseline(body.return_evidence),
+    )
+    return work() if prepared.prompt_tokens <= INLINE_CHARS else await asyncio.to_thread(work)
 
 
 def _media_bytes(prepared: Prepared) -> int:

@@ -23,7 +23,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-from lm_engine.options import EngineOptions
+from lm_engine.options import ColdKV, EngineOptions
 from vision_encoder.media import MAX_PIXELS, MediaLimits
 
 ENV_PREFIX = "LONGLENS_"
@@ -121,15 +121,28 @@ class ServeConfig(BaseSettings):
     tpot_slo: Seconds | None = _setting(
         "Time per output token to keep while prompts prefill, 200ms say", core=True, ge=0
     )
+    ttft_slo: Seconds | None = _setting(
+        "Time to the first token to keep, 2s say; longer prompts get more", core=True, gt=0
+    )
+    scheduling_policy: Literal["deadline", "fcfs"] = _setting(
+        "deadline or fcfs: whose prompt goes first", "deadline"
+    )
     block_size: Count = _setting("Tokens in a KV block", 16, ge=1)
     kv_cache_memory_bytes: Count | None = _setting("KV pool, 4GiB say", core=True, ge=1)
     host_kv_gib: float | None = _setting(
-        "GiB of host memory for contexts beyond the KV pool",
+        "GiB of host memory for contexts and prompts beyond the KV pool",
         core=True,
         gt=0,
         le=2**20,
         allow_inf_nan=False,
     )
+    disk_kv_path: Path | None = _setting(
+        "Folder that keeps prompts' KV over a restart; needs --host-kv-gib", core=True
+    )
+    disk_kv_gib: float = _setting(
+        "GiB that this folder may take", 16.0, core=True, gt=0, le=2**20, allow_inf_nan=False
+    )
+    cold_kv: ColdKV = _setting("How KV on the host is attended", "auto", core=True)
     enable_prefix_caching: bool = _setting("Reuse the KV of equal beginnings", True, core=True)
     embedding_rows: Count | None = _setting("Rows of the image embedding arena", ge=1)
     mm_encoder_process: bool = _setting("Vision stage in its own process", True)
@@ -177,6 +190,14 @@ class ServeConfig(BaseSettings):
             raise ValueError("use api_key or api_key_file, not both")
         return self
 
+    @model_validator(mode="after")
+    def _disk_behind_host(self) -> ServeConfig:
+        if self.disk_kv_path is not None and self.host_kv_gib is None:
+            raise ValueError(
+                "disk_kv_path needs host memory, through which KV comes and goes: give host_kv_gib"
+            )
+        return self
+
     @property
     def public_name(self) -> str:
         """The model's name in the API."""
@@ -205,10 +226,15 @@ class ServeConfig(BaseSettings):
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             tpot_slo_s=self.tpot_slo,
+            ttft_slo_s=self.ttft_slo,
+            scheduling_policy=self.scheduling_policy,
             block_size=self.block_size,
             prefix_caching=self.enable_prefix_caching,
             kv_memory_bytes=self.kv_cache_memory_bytes,
             host_kv_bytes=None if self.host_kv_gib is None else int(self.host_kv_gib * 2**30),
+            disk_kv_path=None if self.disk_kv_path is None else str(self.disk_kv_path),
+            disk_kv_bytes=int(self.disk_kv_gib * 2**30),
+            cold_kv=self.cold_kv,
             embedding_rows=self.embedding_rows,
             threads=self.threads,
             vision_process=self.mm_encoder_process,

@@ -12,7 +12,7 @@ validation errors and unforeseen exceptions into it. Does not own: when an error
     ├── NotFoundError              404
     ├── MethodNotAllowedError      405
     ├── BodyTooLargeError          413
-    ├── TooManyRequestsError       429  this tenant has too much in flight
+    ├── TooManyRequestsError       429  too much in flight, or a deadline cannot be met
     ├── ServerError                500
     └── OverloadedError            503  the server is full, loading or draining
 
@@ -22,6 +22,7 @@ stack traces) is ever part of one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -145,6 +146,11 @@ def from_engine(error: RequestError) -> ApiError:
             return ContextTooLongError(error.message, param=error.param)
         case "media":
             return MediaError(error.message, param=error.param)
+        case "late":
+            wait = max(1, math.ceil(error.retry_after_s or 0))
+            return TooManyRequestsError(
+                error.message, param=error.param, code="ttft_deadline", retry_after_s=wait
+            )
         case "overloaded":
             return OverloadedError(error.message, param=error.param, retry_after_s=1)
         case _:

@@ -23,7 +23,7 @@ SHUTDOWN = RequestError(
 @dataclass(frozen=True, slots=True)
 class Event:
     prompt: int
-    """Which of the request's prompts."""
+    """Which of the request's prompts, or of what was added behind them."""
     output: RequestOutput
 
 
@@ -35,15 +35,24 @@ class EventFeed:
         client: EngineClient,
         submissions: Sequence[tuple[Request, tuple[MediaItem, ...]]],
     ):
+        self._client = client
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
-        self._open = len(submissions)
+        self._open = 0
         self._pushed_back: list[Event] = []
         self._ended: set[int] = set()
-        self._pumps = [
-            asyncio.create_task(self._pump(index, client.submit(request, media), request))
-            for index, (request, media) in enumerate(submissions)
-        ]
-        self._requests = [request for request, _ in submissions]
+        self._pumps: list[asyncio.Task[None]] = []
+        self._requests: list[Request] = []
+        for request, media in submissions:
+            self.add(request, media)
+
+    def add(self, request: Request, media: tuple[MediaItem, ...]) -> int:
+        """Submits one more, whose events are mixed with the others'; returns its `Event.prompt`."""
+        index = len(self._requests)
+        events = self._client.submit(request, media)
+        self._open += 1
+        self._requests.append(request)
+        self._pumps.append(asyncio.create_task(self._pump(index, events, request)))
+        return index
 
     @property
     def done(self) -> bool:

@@ -16,7 +16,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from lm_engine.client import EngineStats, EngineStatus
+from lm_engine.client import EngineStats, EngineStatus, TierStats
 from lm_engine.outputs import Timing, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -36,10 +36,14 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ),
     ("kv_blocks_used", "KV blocks that requests hold", lambda s: s.kv_blocks_used),
     ("kv_blocks_cached", "KV blocks kept for reuse", lambda s: s.kv_blocks_cached),
-    ("kv_blocks", "KV blocks in all", lambda s: s.kv_blocks_total),
     ("embedding_rows_used", "Image rows that requests hold", lambda s: s.embedding_rows_used),
     ("embedding_rows_cached", "Image rows kept for reuse", lambda s: s.embedding_rows_cached),
     ("embedding_rows", "Image rows in all", lambda s: s.embedding_rows_total),
+    (
+        "kv_oldest_job_age_seconds",
+        "Age of the oldest copy of KV between tiers, 0 when there is none",
+        lambda s: s.tiers.oldest_copy_age_s if s.tiers else 0.0,
+    ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prompt_tokens", "Prompt tokens computed", lambda s: s.prompt_tokens),
@@ -52,23 +56,77 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("mm_cache_hits", "Images found in the cache", lambda s: s.image_cache_hits),
     ("images_encoded", "Images encoded", lambda s: s.images_encoded),
 )
-_LABELLED: tuple[tuple[str, str, dict[str, str], Callable[[EngineStats], float]], ...] = (
+_Row = tuple[dict[str, str], float]
+
+
+def _source(stats: EngineStats) -> Iterable[_Row]:
+    below = stats.prompt_tokens_from_host + stats.prompt_tokens_from_disk
+    yield {"source": "device"}, stats.prompt_tokens_cached - below
+    yield {"source": "host"}, stats.prompt_tokens_from_host
+    yield {"source": "disk"}, stats.prompt_tokens_from_disk
+    yield {"source": "computed"}, stats.prompt_tokens_uncached
+
+
+def _blocks(stats: EngineStats) -> Iterable[_Row]:
+    tiers = stats.tiers or TierStats()
+    for tier, total, used, cached in (
+        ("device", stats.kv_blocks_total, stats.kv_blocks_used, stats.kv_blocks_cached),
+        ("host", tiers.host_superblocks, tiers.host_used, tiers.host_cached),
+        ("disk", tiers.disk_superblocks, 0, tiers.disk_cached),
+    ):
+        yield {"tier": tier, "state": "used"}, used
+        yield {"tier": tier, "state": "cached"}, cached
+        yield {"tier": tier, "state": "free"}, total - used - cached
+
+
+def _evictions(stats: EngineStats) -> Iterable[_Row]:
+    tiers = stats.tiers or TierStats()
+    yield {"tier": "device", "reason": "room"}, stats.kv_evictions
+    yield {"tier": "device", "reason": "reset"}, stats.kv_cleared
+    yield {"tier": "host", "reason": "room"}, tiers.host_evictions
+    yield {"tier": "host", "reason": "reset"}, tiers.host_cleared
+    yield {"tier": "disk", "reason": "room"}, tiers.disk_evictions
+    yield {"tier": "disk", "reason": "reset"}, tiers.disk_cleared
+    yield {"tier": "disk", "reason": "broken"}, tiers.disk_broken
+
+
+def _stalls(stats: EngineStats) -> Iterable[_Row]:
+    tiers = stats.tiers or TierStats()
+    yield {"phase": "load"}, tiers.stalled_s
+    yield {"phase": "stream"}, tiers.staging_stalled_s
+
+
+def _bytes(stats: EngineStats) -> Iterable[_Row]:
+    for direction, count in (stats.tiers or TierStats()).bytes_copied:
+        yield {"dir": direction}, count
+
+
+def _failures(stats: EngineStats) -> Iterable[_Row]:
+    for direction, cause, count in (stats.tiers or TierStats()).failures:
+        yield {"dir": direction, "cause": cause}, count
+
+
+_Rows = Callable[[EngineStats], Iterable[_Row]]
+_LABELLED_GAUGES: tuple[tuple[str, str, tuple[str, ...], _Rows], ...] = (
+    (
+        "kv_blocks",
+        "KV blocks by tier and state; on host and disk, superblocks of 256 tokens",
+        ("tier", "state"),
+        _blocks,
+    ),
+)
+_LABELLED_COUNTERS: tuple[tuple[str, str, tuple[str, ...], _Rows], ...] = (
     (
         "kv_prompt_tokens",
         "Prompt tokens of begun requests by where their KV came from",
-        {"source": "device"},
-        lambda s: s.prompt_tokens_cached,
+        ("source",),
+        _source,
     ),
-    ("kv_prompt_tokens", "", {"source": "computed"}, lambda s: s.prompt_tokens_uncached),
-    (
-        "kv_evictions",
-        "Cached KV blocks given up",
-        {"tier": "device", "reason": "room"},
-        lambda s: s.kv_evictions,
-    ),
-    ("kv_evictions", "", {"tier": "device", "reason": "reset"}, lambda s: s.kv_cleared),
+    ("kv_evictions", "Cached KV blocks given up, as in kv_blocks", ("tier", "reason"), _evictions),
+    ("kv_transfer_bytes", "Bytes of KV copied between tiers", ("dir",), _bytes),
+    ("kv_transfer_failures", "Copies between tiers that failed", ("dir", "cause"), _failures),
+    ("kv_copy_stall_seconds", "Time that compute waited for copies", ("phase",), _stalls),
 )
-"""Rows of one counter stand together; the first has its help text."""
 
 
 class _EngineCollector:
@@ -104,14 +162,15 @@ class _EngineCollector:
             yield histogram
 
     def _labelled(self, stats: EngineStats) -> Iterable[Metric]:
-        families: dict[str, CounterMetricFamily] = {}
-        for name, help_text, labels, read in _LABELLED:
-            family = families.setdefault(
-                name,
-                CounterMetricFamily(self._prefix + name, help_text, labels=["model_name", *labels]),
-            )
-            family.add_metric([*self._labels, *labels.values()], read(stats))
-        return families.values()
+        for kind, families in (
+            (GaugeMetricFamily, _LABELLED_GAUGES),
+            (CounterMetricFamily, _LABELLED_COUNTERS),
+        ):
+            for name, help_text, labels, rows in families:
+                family = kind(self._prefix + name, help_text, labels=["model_name", *labels])
+                for values, number in rows(stats):
+                    family.add_metric([*self._labels, *(values[label] for label in labels)], number)
+                yield family
 
 
 class Metrics:

@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from api.errors import BadRequestError, ContextTooLongError
+from api.evidence import evidence_params
 from api.schemas import ChatRequest, CompletionRequest, Generation
 from chunked_prefill.request import Request, SamplingParams
+from lm_engine.admission import MAX_EVIDENCE
 from lm_engine.client import ModelInfo
 
 MAX_LOGPROB_ENTRIES = 4_000_000
@@ -70,6 +72,7 @@ def sampling_params(
         include_stop=bool(body.include_stop_str_in_output),
         min_tokens=min_tokens,
         ignore_eos=bool(body.ignore_eos),
+        evidence=evidence_params(body.return_evidence, info.num_layers),
     )
 
 
@@ -88,6 +91,22 @@ def check_logprob_entries(requests: Iterable[Request]) -> None:
             f"+ 1); at most {MAX_LOGPROB_ENTRIES} are returned. Lower max_tokens, n, or the number "
             "of alternatives or prompts.",
             param="logprobs" if generated > prompt else "prompt_logprobs",
+        )
+
+
+def check_intervals(requests: Iterable[Request]) -> None:
+    """Raises BadRequestError when the evidence of one answer, all its prompts and choices together,
+    would have too many intervals."""
+    intervals = sum(
+        request.sampling.n * -(-request.num_prompt_tokens // params.interval)
+        for request in requests
+        if (params := request.sampling.evidence) is not None
+    )
+    if intervals > MAX_EVIDENCE:
+        raise BadRequestError(
+            f"The evidence would have {intervals} intervals over all choices; at most "
+            f"{MAX_EVIDENCE} are returned. Ask for a larger interval or a smaller n.",
+            param="return_evidence.interval",
         )
 
 

@@ -17,6 +17,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from api.errors import BadRequestError, UnsupportedError
 from api.messages import Messages, ResolutionFields, Strict
+from lm_engine.admission import MAX_INTERVAL, MAX_SINKS, MIN_INTERVAL
 
 MAX_STOP = 16
 MAX_STOP_CHARS = 256
@@ -103,6 +104,38 @@ Metadata = dict[
 ]
 
 
+class EvidenceOptions(Strict):
+    """Where an answer's attention went: what to report (api/evidence.py)."""
+
+    layers: list[int] | None = Field(default=None, min_length=1, max_length=256)
+    """Averaged over; the default is the middle third of the model's."""
+    interval: int = Field(default=64, ge=MIN_INTERVAL, le=MAX_INTERVAL)
+    sinks: int = Field(default=4, ge=0, le=MAX_SINKS)
+    baseline: bool | None = None
+    """Whether to compare with a neutral question; the default does where there is a question."""
+    question: str | None = Field(default=None, min_length=1)
+    """The question, as it stands in the last user message; the default is its last paragraph."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EvidenceOptions:
+        if self.question is not None and self.baseline is False:
+            raise BadRequestError(
+                "return_evidence.question is for the baseline; leave it out, or baseline.",
+                param="return_evidence.question",
+            )
+        return self
+
+
+def _evidence_tag(value: Any) -> str:
+    return "@options" if isinstance(value, dict | EvidenceOptions) else "@flag"
+
+
+Evidence = Annotated[
+    Annotated[bool, Tag("@flag")] | Annotated[EvidenceOptions, Tag("@options")],
+    Discriminator(_evidence_tag),
+]
+
+
 class Generation(Strict):
     """Fields that both generating routes share."""
 
@@ -129,6 +162,7 @@ class Generation(Strict):
     prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
     return_token_ids: bool | None = None
     return_progress: bool | None = None
+    return_evidence: Evidence | None = None
 
     def labels(self) -> dict[str, Any]:
         """What the caller wants to find the request by."""

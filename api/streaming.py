@@ -108,7 +108,7 @@ class EventStream(Response):
 
     def _chunks(self, event: Event) -> Iterator[dict[str, Any]]:
         run = self._run
-        if self._progress:
+        if self._progress and event.prompt < run.prompts:
             yield from self._progress_chunk(event)
         for advance in run.take(event):
             chunk = run.shape.chunk(advance.index, advance.delta, advance.before)
@@ -135,6 +135,11 @@ class EventStream(Response):
             )
 
     def _tail(self) -> Iterator[bytes]:
+        fields: dict[str, Any] = {}
+        if self._run.evidence is not None:
+            fields["evidence"] = self._run.evidence.json()
         if self._options.include_usage:
-            yield sse(self._run.shape.bare_chunk(usage=usage_json(self._run.usage())))
+            fields["usage"] = usage_json(self._run.usage())
+        if fields:
+            yield sse(self._run.shape.bare_chunk(**fields))
         yield _DONE

@@ -20,7 +20,7 @@ import torch
 
 from kv_offload.kv_cache import KVCache
 from kv_offload.layout import KVLayout
-from lm_engine.attention import cpu
+from lm_engine.attention import cpu, cpu_kernel
 from lm_engine.attention.base import AttentionBatch, SequenceSlice
 from lm_engine.attention.cpu import CpuAttention
 from lm_engine.attention.dense import plan_rows
@@ -208,7 +208,7 @@ def chunk(rounds: int) -> None:
 
         def plain(q: torch.Tensor = q, keys=keys, values=values) -> None:  # type: ignore[no-untyped-def]
             for k, v in zip(keys, values, strict=True):
-                cpu.flash_cpu(
+                cpu_kernel.flash_cpu(
                     q.transpose(0, 1).unsqueeze(0), k, v, causal=False, mask=None, scale=0.125
                 )
 

@@ -2,32 +2,36 @@
 
 Owns: the Protocol Budget; TokenBudget, the hard cap of `--max-num-batched-tokens`; TimeBudget,
 which fills at most so many milliseconds under the same cap when decodes are waiting for the step
-to end. Does not own: which sequence takes which share (scheduler.py), or how long a step takes
-(step_time.py). Imports no torch.
+to end. Does not own: who takes what is left in a step (spending.py, scheduler.py), or how long a
+step takes (step_time.py). Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from chunked_prefill.share_control import ShareControl
 from chunked_prefill.step_time import StepLoad, StepTimeEstimator
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    total_tokens: int
-    decode_tokens: int
-    """Decodes placed before any prefill; more may follow if prefills leave room."""
 
 
 class Budget(Protocol):
     max_num_batched_tokens: int
 
-    def split(self, decode_contexts: Sequence[int], prefill_depth: int | None, step: int) -> Share:
-        """`decode_contexts`: tokens before each decode that could run; `prefill_depth`: those
-        before the chunk of the first prefill that could, None if there is none."""
+    @property
+    def estimator(self) -> StepTimeEstimator | None:
+        """Who learns how long steps take, where somebody does."""
+        ...
+
+    def decodes(self, count: int, prompts_wait: bool, step: int) -> int:
+        """How many of `count` decodes are placed before any prompt; more may follow if prompts
+        leave room."""
+        ...
+
+    def chunk(
+        self, load: StepLoad, depth: int, wanted: int, *, share: float = 1.0, least: int = 0
+    ) -> int:
+        """Tokens of a chunk at `depth`, at most `wanted`, that a step of `load` may take on within
+        `share` of what it has left, and `least` in any case as far as the token budget goes."""
         ...
 
     def observe(self, load: StepLoad, seconds: float) -> None:
@@ -37,55 +41,80 @@ class Budget(Protocol):
 
 class TokenBudget:
     """Decodes first, but where prefills want to run they keep an eighth of the budget, at least
-    one token; with a budget of one token the two take turns."""
+    one token; with a budget of one token the two take turns. An `estimator` learns from the
+    steps, for others to ask."""
 
-    def __init__(self, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, max_num_batched_tokens: int, estimator: StepTimeEstimator | None = None
+    ) -> None:
         if max_num_batched_tokens < 1:
             raise ValueError(
                 f"max_num_batched_tokens must be at least 1, got {max_num_batched_tokens}"
             )
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.estimator = estimator
 
-    def split(self, decode_contexts: Sequence[int], prefill_depth: int | None, step: int) -> Share:
-        total, decodes = self.max_num_batched_tokens, len(decode_contexts)
-        if prefill_depth is None:
-            return Share(total, min(decodes, total))
+    def decodes(self, count: int, prompts_wait: bool, step: int) -> int:
+        """See Budget."""
+        total = self.max_num_batched_tokens
+        if not prompts_wait:
+            return min(count, total)
         floor = max(1, total // 8) if total > 1 else step % 2
-        return Share(total, min(decodes, total - floor))
+        return min(count, total - floor)
+
+    def chunk(
+        self, load: StepLoad, depth: int, wanted: int, *, share: float = 1.0, least: int = 0
+    ) -> int:
+        """See Budget."""
+        room = self.max_num_batched_tokens - load.tokens
+        return max(0, min(wanted, room, max(least, int(share * room))))
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Tokens cost what they cost."""
-
-
-_FEWEST_CHUNK_TOKENS = 16
-"""A prefill advances by as much in any step: below it a step is mostly fixed cost, and the prompt
-would never end."""
+        if self.estimator is not None:
+            self.estimator.observe(load, seconds)
 
 
 class TimeBudget:
-    """A TokenBudget whose prefill share shrinks, while decodes run, to what fits into `target_s`
-    at the depth where the prefill stands. Equal tokens are not equal in time: a chunk behind 4,000
-    tokens takes twice as long as at the start of a small model's prompt."""
+    """A TokenBudget whose chunks, while decodes run, also fit into a share of `promise_s`, each at
+    the depth where it stands. Equal tokens are not equal in time: a chunk behind 4,000 tokens takes
+    twice as long as at the start of a small model's prompt."""
 
     def __init__(
-        self, max_num_batched_tokens: int, target_s: float, estimator: StepTimeEstimator
+        self,
+        max_num_batched_tokens: int,
+        promise_s: float,
+        estimator: StepTimeEstimator,
+        control: ShareControl | None = None,
     ) -> None:
-        if target_s <= 0:
-            raise ValueError(f"the target of a step must be positive, got {target_s} s")
+        """`promise_s`: seconds from one token of an answer to its next."""
+        if promise_s <= 0:
+            raise ValueError(f"a promise of {promise_s} s per token cannot be kept")
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.target_s = target_s
+        self.promise_s = promise_s
         self.estimator = estimator
+        self.control = control or ShareControl()
         self._tokens = TokenBudget(max_num_batched_tokens)
 
-    def split(self, decode_contexts: Sequence[int], prefill_depth: int | None, step: int) -> Share:
-        share = self._tokens.split(decode_contexts, prefill_depth, step)
-        if prefill_depth is None or not share.decode_tokens:
-            return share
-        load = StepLoad.of((c, 1) for c in decode_contexts[: share.decode_tokens])
-        limit_s = self.target_s / self.estimator.guard
-        solved = self.estimator.model.longest_chunk(prefill_depth, load, limit_s)
-        chunk = max(_FEWEST_CHUNK_TOKENS, solved)
-        return Share(min(share.total_tokens, share.decode_tokens + chunk), share.decode_tokens)
+    def decodes(self, count: int, prompts_wait: bool, step: int) -> int:
+        """See Budget."""
+        return self._tokens.decodes(count, prompts_wait, step)
+
+    def chunk(
+        self, load: StepLoad, depth: int, wanted: int, *, share: float = 1.0, least: int = 0
+    ) -> int:
+        """See Budget."""
+        tokens = self._tokens.chunk(load, depth, wanted, share=share, least=least)
+        if not load.decode_context or tokens <= least:
+            return tokens
+        limit_s = self.control.share * self.promise_s / self.estimator.guard
+        model = self.estimator.model
+        if share < 1.0:
+            taken_s = model.predict_s(load)
+            limit_s = taken_s + share * (limit_s - taken_s)
+        return min(tokens, max(least, model.longest_chunk(depth, load, limit_s)))
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         self.estimator.observe(load, seconds)
+        if load.kind == "mixed":
+            self.control.observe(seconds / self.promise_s)

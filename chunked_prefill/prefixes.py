@@ -37,7 +37,8 @@ class Prefixes:
 
 
 class Leaders:
-    """Of running sequences that can advance, those which are the first to compute a block."""
+    """Of running sequences that can advance, or whose KV is on its way, those which are the first
+    to have a block."""
 
     def __init__(self, kv: KVManager, running: Iterable[Sequence] = ()) -> None:
         """`running`: in the order of their rank."""
@@ -48,7 +49,7 @@ class Leaders:
 
     def add(self, sequence: Sequence) -> None:
         frontier = self._kv.frontier(sequence.seq_id, sequence.cache_ids)
-        if frontier is not None and sequence.advanceable > 0:
+        if frontier is not None and (sequence.advanceable > 0 or sequence.loading):
             self._leads.setdefault(frontier, sequence)
 
     def hold_back(self, sequence: Sequence) -> bool:

@@ -1,6 +1,6 @@
 """What a user asked for, frozen at admission.
 
-Owns: Request, SamplingParams, ImageSpan - immutable values that every later part reads.
+Owns: Request, SamplingParams, EvidenceParams, ImageSpan - immutable values that later parts read.
 Does not own: progress (sequence.py), tensors, pixels, text templates, or HTTP shapes.
 """
 
@@ -33,6 +33,19 @@ class ImageSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class EvidenceParams:
+    """What to report of where an answer's attention went (lm_engine/evidence.py)."""
+
+    layers: tuple[int, ...] = ()
+    """Layers whose attention is averaged; empty takes the default of the model."""
+    interval: int = 64
+    """Tokens per interval of the prompt; intervals begin at multiples of it."""
+    sinks: int = 4
+    """First tokens of the prompt that are counted apart: they draw attention whatever they say
+    (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023)."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when a sequence ends. Ranges are validated by the caller that
     knows the field's name (the API, or `Engine.generate`), with `check_sampling`."""
@@ -61,6 +74,7 @@ class SamplingParams:
     """Whether a matched stop string stays in the text."""
     min_tokens: int = 0
     ignore_eos: bool = False
+    evidence: EvidenceParams | None = None
 
     @property
     def greedy(self) -> bool:
@@ -84,6 +98,13 @@ class Request:
     tenant: str = ""
     priority: int = 0
     """Smaller runs first; ties by arrival."""
+    ttft_s: float | None = None
+    """Seconds from arrival to the first token that this request was promised; None takes the
+    server's promise."""
+    must_meet_ttft: bool = False
+    """Refused on arrival if `ttft_s` cannot be met."""
+    wants_estimate: bool = False
+    """Whether to be told on arrival when its first token can be expected."""
     arrival_s: float = field(default=0.0, compare=False)
     """Monotonic seconds of the host's clock when the last byte of the body was read."""
 

@@ -5,9 +5,9 @@ budget, and preemption by recompute. Does not own: what a sequence need not comp
 tensors, clocks, sampling or images - readiness arrives as a counter on the sequence. Imports no
 torch.
 
-Order within a step: decodes, then running prefills, then waiting sequences. Both kinds get
-something in every step (budget.py), a sequence that cannot advance is skipped rather than waited
-for, and only a sequence that ranks below every other may lose its KV to one.
+Order within a step: decodes, then prompts as the policy wants them, running or waiting. Both kinds
+get something in every step (budget.py), a sequence that cannot advance is skipped rather than
+waited for, and only a sequence that ranks below every other may lose its KV to one.
 
 A prefix is computed once: a waiting sequence whose next block a running one is about to compute is
 held back until that block is in the cache. It waits only for one that ranks before it, runs and
@@ -17,14 +17,17 @@ waiting one goes on in its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from chunked_prefill.budget import Budget
 from chunked_prefill.forecast import Growth, OutputForecast, peak_blocks
+from chunked_prefill.policy import Fcfs, Policy
 from chunked_prefill.prefixes import Leaders, Prefixes
 from chunked_prefill.request import Request
 from chunked_prefill.sequence import Sequence
+from chunked_prefill.spending import Spending
 from kv_offload.kv_manager import BlockCopy, BlockStore, KVManager
 from kv_offload.radix_cache import CacheKey
 
@@ -75,7 +78,8 @@ class NeverFits:
 
 
 class Scheduler:
-    """First come, first served, within `Request.priority`."""
+    """What is computed next is for `policy` to say, whose KV stays for `Request.priority` and
+    arrival: so whoever came first is certain to end."""
 
     def __init__(
         self,
@@ -83,11 +87,17 @@ class Scheduler:
         budget: Budget,
         max_num_seqs: int,
         cache_key: CacheKey | None = None,
+        *,
+        policy: Policy | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`cache_key`: what all requests' KV depends on; the tenant is each request's own."""
+        """`cache_key`: what all requests' KV depends on; the tenant is each request's own. `clock`:
+        seconds, that of `Request.arrival_s`; it is read once per step and once per request."""
         self.kv = kv
         self.budget = budget
         self.max_num_seqs = max_num_seqs
+        self.policy = policy or Fcfs()
+        self._clock = clock
         self._prefixes = Prefixes(kv, cache_key or CacheKey())
         self.forecast = OutputForecast()
         self.step = 0
@@ -116,13 +126,20 @@ class Scheduler:
         have = self.kv.capacity_tokens
         if need > have:
             return NeverFits(need, have, f"shorten the prompt or max_tokens to {have} in all")
-        cold = self.kv.cold
-        if cold is not None and cold.is_large(need) and request.sampling.n > 1:
-            resident = self.kv.pool.num_blocks * self.kv.block_size
-            return NeverFits(need, resident, "ask for one choice (n=1) of a context this long")
+        cold, choices = self.kv.cold, request.sampling.n
+        if cold is not None and cold.is_large(need):
+            prompt = request.num_prompt_tokens
+            if not cold.ever_fits(need, prompt, choices):
+                wanted = cold.room_tokens(need, prompt, choices)
+                remedy = "ask for fewer choices of a context this long, or for shorter ones"
+                return NeverFits(wanted, cold.capacity_tokens, remedy)
         return None
 
     def add(self, sequence: Sequence) -> None:
+        self.policy.admit(sequence, self._clock())
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
         self._waiting.sort(key=_rank)
 
@@ -147,6 +164,11 @@ class Scheduler:
         self._bypasses.pop(sequence.seq_id, None)
         self.kv.free(sequence.seq_id)
 
+    def look_up(self, sequence: Sequence) -> None:
+        """Brings what the cache has of a sequence that does not run up to date; nothing is held.
+        One that is not added afterwards is forgotten by `kv.free`."""
+        self._prefixes.look_up(sequence)
+
     def look_up_images(self) -> None:
         """Brings what the cache has of waiting sequences up to date, for whoever provides rows of
         their images."""
@@ -154,35 +176,34 @@ class Scheduler:
             if sequence.request.image_spans:
                 self._prefixes.look_up(sequence)
 
+    def take_loaded(self) -> None:
+        """Hears of copies between the tiers that ended: sequences whose KV was brought to the
+        device go on, from where it reaches."""
+        for loaded in self.kv.poll():
+            sequence = next(s for s in self._running if s.seq_id == loaded.owner)
+            sequence.loading = False
+            sequence.found(loaded.tokens)
+            self.kv.commit(sequence.seq_id, sequence.cache_ids, loaded.tokens)
+
     # -- one step -----------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """Reserves KV and says what to compute. An empty plan means that nothing can advance."""
         self.step += 1
+        now_s = self._clock()
         draft = _Draft(self.kv)
         self._make_way(draft)
         decodes = [s for s in self._running if s.remaining == 1 and s.advanceable == 1]
         decodes.sort(key=lambda s: (s.last_step, _rank(s)))
-        prefills = [s for s in self._running if s.remaining > 1 and s.advanceable > 0]
-        admissible = [s for s in self._waiting if s.advanceable > 0]
-        first = min(prefills or admissible, key=_rank, default=None)
-        if first is not None and not prefills:
-            # The depth at which it starts decides how much of it fits the step.
-            self._prefixes.look_up(first)
-        share = self.budget.split(
-            [s.num_computed_tokens for s in decodes],
-            None if first is None else first.num_computed_tokens,
-            self.step,
-        )
-
-        for sequence in decodes[: share.decode_tokens]:
+        order = self.policy.order(self._with_prompts(), now_s, self.step)
+        first = self.budget.decodes(len(decodes), any(s.advanceable > 0 for s in order), self.step)
+        spending = Spending(self.budget)
+        for sequence in decodes[:first]:
+            spending.decode(sequence.num_computed_tokens)
             self._place(draft, sequence, 1)
-        for sequence, length in self._spread(prefills, share.total_tokens - draft.num_tokens):
-            self._place(draft, sequence, length)
-        if not draft.out_of_memory:
-            self._admit(draft, share.total_tokens - draft.num_tokens)
-        for sequence in decodes[share.decode_tokens :]:
-            if draft.num_tokens < share.total_tokens:
+        self._compute_prompts(draft, order, spending)
+        for sequence in decodes[first:]:
+            if draft.num_tokens < self.budget.max_num_batched_tokens:
                 self._place(draft, sequence, 1)
         if not draft.chunks:
             self._unblock(draft)
@@ -195,24 +216,31 @@ class Scheduler:
             sequence.advance(chunk.length, plan.step)
             self.kv.commit(sequence.seq_id, sequence.cache_ids, sequence.num_computed_tokens)
 
-    def _spread(self, prefills: list[Sequence], tokens: int) -> Iterator[tuple[Sequence, int]]:
-        """Most of the budget to the first prefill; a quarter is kept so that the others advance
-        too, in the same step while it lasts."""
-        prefills = sorted(prefills, key=_rank)
-        if len(prefills) > 1 and tokens > 1:
-            floor = max(1, tokens // (4 * len(prefills)))
-            starved = sorted(prefills[1:], key=lambda s: (s.last_step, _rank(s)))
-            starved = starved[: max(1, tokens // 4)]
-            floors = {s.seq_id: min(floor, s.advanceable) for s in starved}
-        else:
-            floors = {}
-        spare = tokens - sum(floors.values())
-        for sequence in prefills:
-            length = floors.get(sequence.seq_id, 0)
-            extra = min(spare, sequence.advanceable - length)
-            spare -= extra
-            if length + extra > 0:
-                yield sequence, length + extra
+    def _with_prompts(self) -> Iterator[Sequence]:
+        """Running sequences with more than one token to compute, and all that wait: what the cache
+        has of those may be more than what they know of."""
+        yield from (s for s in self._running if s.remaining > 1 and s.advanceable > 0)
+        yield from self._waiting
+
+    def _compute_prompts(self, draft: _Draft, order: list[Sequence], spending: Spending) -> None:
+        """Chunks of prompts in the given order: of running ones, and of waiting ones for which
+        there are seats and memory."""
+        running = {s.seq_id for s in self._running}
+        behind = [s for s in order[1:] if s.seq_id in running]
+        behind.sort(key=lambda s: (s.last_step, _rank(s)))
+        spending.keep((s.seq_id, s.num_computed_tokens, s.advanceable) for s in behind)
+        leaders = Leaders(self.kv, self._running if self._waiting else ())
+        admitting = True
+        for sequence in order:
+            if sequence.seq_id not in running:
+                if admitting and not draft.out_of_memory:
+                    admitting = self._admit(draft, sequence, leaders, spending)
+                continue
+            start = sequence.num_computed_tokens
+            length = spending.most(sequence.seq_id, start, sequence.advanceable)
+            if length:
+                self._place(draft, sequence, length)
+                spending.spend(sequence.seq_id, start, length)
 
     def _place(self, draft: _Draft, sequence: Sequence, length: int) -> None:
         """Adds a chunk of a running sequence, taking KV from lower ranks if it must."""
@@ -228,11 +256,15 @@ class Scheduler:
         victim.rewind()
         self.num_preemptions += 1
         draft.preempted.append(victim)
-        self.add(victim)
+        self._wait(victim)
 
     def _make_way(self, draft: _Draft) -> None:
         """A waiting request takes seat and memory from running ones of a lower priority class."""
-        for sequence in [s for s in self._waiting if s.advanceable > 0]:
+        lowest = max((s.request.priority for s in self._running), default=None)
+        if lowest is None:
+            return
+        above = [s for s in self._waiting if s.request.priority < lowest and s.advanceable > 0]
+        for sequence in above:
             below = [s for s in self._running if s.request.priority > sequence.request.priority]
             if not below:
                 continue
@@ -247,7 +279,7 @@ class Scheduler:
         if first is not None and all(_rank(s) > _rank(first) for s in self._running):
             self._prefixes.look_up(first)
             self._clear(draft, first, list(self._running))
-            self._admit(draft, self.budget.max_num_batched_tokens)
+            self._compute_prompts(draft, list(self._waiting), Spending(self.budget))
 
     def _clear(self, draft: _Draft, sequence: Sequence, below: list[Sequence]) -> None:
         """Preempts of `below`, from the last rank up, until `sequence` has seat and memory; nobody
@@ -278,6 +310,7 @@ class Scheduler:
             promised_blocks=max(now, peak - own),
             without=gone,
             reach_tokens=sequence.max_tokens,
+            choices=sequence.width,
         )
 
     def _growth(self, sequence: Sequence) -> Growth:
@@ -293,35 +326,41 @@ class Scheduler:
     def _has_seat(self, sequence: Sequence) -> bool:
         return sum(s.width for s in self._running) + sequence.width <= self.max_num_seqs
 
-    def _admit(self, draft: _Draft, tokens: int) -> None:
-        leaders = Leaders(self.kv, self._running if self._waiting else ())
-        for sequence in list(self._waiting):
-            if tokens <= 0:
-                return
-            if sequence in draft.preempted:
-                # What a victim's counters say of its images holds only until it lost its KV.
-                continue
-            if leaders.hold_back(sequence):
-                # As in the step before: a long line of followers is not looked up again each time.
-                continue
-            self._prefixes.look_up(sequence)
-            if sequence.advanceable <= 0 or leaders.hold_back(sequence):
-                continue
-            if not self._has_seat(sequence):
-                return
-            length = min(tokens, sequence.advanceable)
-            if not self._fits(sequence) or not draft.try_add(sequence, length):
-                bypasses = self._bypasses.get(sequence.seq_id, 0) + 1
-                self._bypasses[sequence.seq_id] = bypasses
-                if bypasses > _MAX_BYPASSES:
-                    return
-                continue
-            self._bypasses.pop(sequence.seq_id, None)
-            self._waiting.remove(sequence)
-            self._running.append(sequence)
-            self._running.sort(key=_rank)
-            leaders.add(sequence)
-            tokens -= length
+    def _admit(
+        self, draft: _Draft, sequence: Sequence, leaders: Leaders, spending: Spending
+    ) -> bool:
+        """Lets the waiting sequence run, if there is room for it; whether those after it may be
+        asked as well."""
+        if spending.spent:
+            return False
+        # What a victim's counters say of its images holds only until it lost its KV. Of the others,
+        # a long line of followers is not looked up again in each step.
+        if sequence in draft.preempted or leaders.hold_back(sequence):
+            return True
+        self._prefixes.look_up(sequence)
+        if sequence.advanceable <= 0 or leaders.hold_back(sequence):
+            return True
+        if not self._has_seat(sequence):
+            return False
+        loads, start = self.kv.wants_load(sequence.seq_id), sequence.num_computed_tokens
+        # What has to be brought to the device first is computed in a later step.
+        most = spending.most(sequence.seq_id, start, sequence.advanceable)
+        length = 0 if loads else most
+        if not most:
+            return True
+        if not self._fits(sequence) or not draft.try_add(sequence, length):
+            bypasses = self._bypasses.get(sequence.seq_id, 0) + 1
+            self._bypasses[sequence.seq_id] = bypasses
+            return bypasses <= _MAX_BYPASSES
+        if length:
+            spending.spend(sequence.seq_id, start, length)
+        self._bypasses.pop(sequence.seq_id, None)
+        self._waiting.remove(sequence)
+        self._running.append(sequence)
+        self._running.sort(key=_rank)
+        sequence.loading = loads
+        leaders.add(sequence)
+        return True
 
     def check_invariants(self) -> None:
         self.kv.check_invariants()
@@ -359,6 +398,15 @@ class _Draft:
         return sum(chunk.length for chunk in self.chunks)
 
     def try_add(self, sequence: Sequence, length: int) -> bool:
+        """A chunk of `length`, or 0: its KV is to be loaded first."""
+        if not length:
+            return self.kv.load(
+                sequence.seq_id,
+                sequence.cache_ids,
+                reach_tokens=sequence.max_tokens,
+                known_tokens=sequence.num_tokens,
+                choices=sequence.width,
+            )
         start = sequence.num_computed_tokens
         copies = self.kv.reserve(
             sequence.seq_id,
@@ -366,6 +414,7 @@ class _Draft:
             start + length,
             reach_tokens=sequence.max_tokens,
             known_tokens=sequence.num_tokens,
+            choices=sequence.width,
         )
         if copies is None:
             return False

@@ -21,7 +21,9 @@ class Sequence:
     __slots__ = (
         "cache_ids",
         "choice",
+        "deadline_s",
         "last_step",
+        "loading",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -49,8 +51,13 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.loading = False
+        """Whether the KV that was found for it is still on its way to the device. Until then the
+        counters say what will be there, and nothing is computed."""
         self.width = request.sampling.n if choice == 0 else 1
         """Seats among the running sequences: those that it will fork into count from the start."""
+        self.deadline_s = float("inf")
+        """When its first token is due, on the scheduler's clock (policy.py)."""
         self.last_step = -1
         """Number of the last step in which this sequence advanced."""
 
@@ -91,6 +98,8 @@ class Sequence:
     @property
     def advanceable(self) -> int:
         """Tokens that may be computed now."""
+        if self.loading:
+            return 0
         return min(self.num_ready_tokens, self.num_tokens) - self.num_computed_tokens
 
     @property
@@ -107,8 +116,9 @@ class Sequence:
             self.cache_ids.append(token_id)
 
     def found(self, num_tokens: int) -> None:
-        """The sequence waits, and the cache has KV of so many of its first tokens now. The counters
-        say so before anything is held, so that rows of images that lie before are not asked for."""
+        """There is KV of so many of its first tokens: in the cache, of a sequence that waits, or
+        brought to the device, of one that was loading. The counters say so before anything is held,
+        so that rows of images that lie before are not asked for."""
         if num_tokens < self.num_computed_tokens and self.request.image_spans:
             # Rows of what was found before are not there; who provides them has to look again.
             self.num_ready_tokens = num_tokens
@@ -122,7 +132,8 @@ class Sequence:
         self.last_step = step
 
     def rewind(self) -> None:
-        """All KV is gone (preemption by recompute)."""
+        """All KV is gone from the device (preemption)."""
+        self.loading = False
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions += 1

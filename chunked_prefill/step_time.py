@@ -15,8 +15,8 @@ pairs of rows and keys.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -77,7 +77,24 @@ class StepTimeModel:
     pair_s: float
 
     def predict_s(self, load: StepLoad) -> float:
-        return max(_SHORTEST_S, float(np.dot(astuple(self), _features(load))))
+        # Written out: a search over plans asks this a hundred thousand times.
+        return max(
+            _SHORTEST_S,
+            self.constant_s
+            + self.sequence_s * load.sequences
+            + self.token_s * load.tokens
+            + self.decode_context_s * load.decode_context
+            + self.pair_s * load.chunk_pairs,
+        )
+
+    def prefill_s(self, start: int, end: int, chunk_tokens: int) -> float:
+        """Tokens [start, end) of one sequence computed alone, in chunks of `chunk_tokens`."""
+        tokens = max(0, end - start)
+        steps = -(-tokens // chunk_tokens)
+        # The pairs of all chunks add up to those of one.
+        pairs = tokens * (start + tokens / 2)
+        fixed = steps * (self.constant_s + self.sequence_s)
+        return fixed + tokens * self.token_s + pairs * self.pair_s
 
     def longest_chunk(self, depth: int, load: StepLoad, limit_s: float) -> int:
         """Most tokens of a further chunk at `depth` with which a step of `load` stays within
@@ -93,8 +110,23 @@ class StepTimeModel:
         return int(2 * room / (slope + root))
 
 
-def _features(load: StepLoad) -> tuple[float, ...]:
+def _feature_row(load: StepLoad) -> tuple[float, ...]:
     return (1.0, load.sequences, load.tokens, load.decode_context, load.chunk_pairs)
+
+
+def _features(loads: Sequence[StepLoad]) -> np.ndarray:
+    return np.array([_feature_row(load) for load in loads], dtype=np.float64)
+
+
+def _weights(model: StepTimeModel) -> tuple[float, ...]:
+    """In the order of the features."""
+    return (
+        model.constant_s,
+        model.sequence_s,
+        model.token_s,
+        model.decode_context_s,
+        model.pair_s,
+    )
 
 
 class StepTimeEstimator:
@@ -106,18 +138,26 @@ class StepTimeEstimator:
         self._surprises = 0
         """Outliers in a row."""
         self._prior = prior
-        self._seen: dict[str, deque[tuple[StepLoad, float]]] = {}
+        self._seen: dict[str, _Window] = {}
+        self._typical = _features(_TYPICAL)
+        self._priced = self._typical @ np.array(_weights(prior))
+        """What the prior says of the typical loads."""
         self._ratios: deque[float] = deque(maxlen=_GUARD_WINDOW)
+        self._guard: float | None = None
+        """Known until the next step is observed."""
 
     @property
     def guard(self) -> float:
         """Factor on predictions under which nine steps in ten stay; at least 1."""
-        if len(self._ratios) < _REFIT_EVERY:
-            return 1.0
-        return max(1.0, float(np.quantile(self._ratios, _GUARD_QUANTILE)))
+        if self._guard is None:
+            enough = len(self._ratios) >= _REFIT_EVERY
+            high = float(np.quantile(self._ratios, _GUARD_QUANTILE)) if enough else 1.0
+            self._guard = max(1.0, high)
+        return self._guard
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """A step of `load` took `seconds` > 0."""
+        self._guard = None
         seconds = max(seconds, _SHORTEST_S)
         ratio = seconds / self.model.predict_s(load)
         if self.num_observed >= 2 * _REFIT_EVERY:
@@ -133,7 +173,7 @@ class StepTimeEstimator:
                 self._ratios.append(ratio)
         self._surprises = 0
         self.num_observed += 1
-        self._seen.setdefault(load.kind, deque(maxlen=_WINDOW)).append((load, seconds))
+        self._seen.setdefault(load.kind, _Window()).add(load, seconds)
         if self.num_observed % _REFIT_EVERY == 0 or self.num_observed < _REFIT_EVERY:
             self._refit()
 
@@ -141,14 +181,42 @@ class StepTimeEstimator:
         """Non-negative least squares on relative error, with rows of the prior's own predictions
         for loads around those seen. The prior is scaled to what was seen first: of an unknown
         machine it knows the proportions better than the speed."""
-        seen = [pair for window in self._seen.values() for pair in window]
-        scale = float(np.median([s / self._prior.predict_s(load) for load, s in seen]))
-        rows = [np.array(_features(load)) / seconds for load, seconds in seen]
-        for load in _TYPICAL:
-            features = np.array(_features(load))
-            rows.append(_PRIOR_WEIGHT * features / (scale * self._prior.predict_s(load)))
-        wanted = np.concatenate((np.ones(len(seen)), np.full(len(_TYPICAL), _PRIOR_WEIGHT)))
-        self.model = StepTimeModel(*non_negative_least_squares(np.array(rows), wanted))
+        features = np.concatenate([window.features for window in self._seen.values()])
+        seconds = np.concatenate([window.seconds for window in self._seen.values()])
+        prior = features @ np.array(_weights(self._prior))
+        scale = float(np.median(seconds / np.maximum(prior, _SHORTEST_S)))
+        rows = np.concatenate(
+            (
+                features / seconds[:, None],
+                _PRIOR_WEIGHT * self._typical / (scale * self._priced)[:, None],
+            )
+        )
+        wanted = np.concatenate((np.ones(len(seconds)), np.full(len(_TYPICAL), _PRIOR_WEIGHT)))
+        self.model = StepTimeModel(*non_negative_least_squares(rows, wanted))
+
+
+class _Window:
+    """The last `_WINDOW` observations of one kind."""
+
+    def __init__(self) -> None:
+        self._features = np.empty((_WINDOW, 5))
+        self._seconds = np.empty(_WINDOW)
+        self._count = 0
+
+    def add(self, load: StepLoad, seconds: float) -> None:
+        place = self._count % _WINDOW
+        self._features[place] = _feature_row(load)
+        self._seconds[place] = seconds
+        self._count += 1
+
+    @property
+    def features(self) -> np.ndarray:
+        """[n, 5], in no order."""
+        return self._features[: self._count]
+
+    @property
+    def seconds(self) -> np.ndarray:
+        return self._seconds[: self._count]
 
 
 _TYPICAL = (
@@ -167,12 +235,14 @@ def non_negative_least_squares(rows: np.ndarray, wanted: np.ndarray) -> list[flo
     Squares Problems", 1974, chapter 23). rows: [n, k] with k small."""
     scale = np.linalg.norm(rows, axis=0)
     scale[scale == 0] = 1.0
+    # k is small, n is not: everything is said by the products of columns.
     a = rows / scale
-    size = a.shape[1]
+    products, wished = a.T @ a, a.T @ wanted
+    size = len(scale)
     x = np.zeros(size)
     free = np.zeros(size, dtype=bool)
     for _ in range(6 * size):
-        gradient = a.T @ (wanted - a @ x)
+        gradient = wished - products @ x
         gradient[free] = -np.inf
         best = int(np.argmax(gradient))
         if gradient[best] <= 1e-10:
@@ -180,7 +250,7 @@ def non_negative_least_squares(rows: np.ndarray, wanted: np.ndarray) -> list[flo
         free[best] = True
         while True:
             trial = np.zeros(size)
-            trial[free] = np.linalg.lstsq(a[:, free], wanted, rcond=None)[0]
+            trial[free] = np.linalg.lstsq(products[np.ix_(free, free)], wished[free], rcond=None)[0]
             if (trial[free] > 0).all():
                 x = trial
                 break

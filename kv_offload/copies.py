@@ -193,6 +193,14 @@ class TierCopies:
         )
 
 
+def copy_now(work: BlockCopy | LayerCopy, device: torch.device) -> None:
+    """Without a ticket: by the calling thread, or in the device's queue of compute."""
+    if device.type == "cpu":
+        work.run()
+    else:
+        work.enqueue()
+
+
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.uint8).numpy()
 

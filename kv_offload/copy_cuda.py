@@ -54,6 +54,10 @@ class Streams(Protocol):
         """What is issued to this queue from now on runs after the event."""
         ...
 
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two events that have passed."""
+        ...
+
 
 class TorchStreams:
     """Streams of one CUDA device."""
@@ -71,12 +75,18 @@ class TorchStreams:
         return torch.cuda.stream(stream)
 
     def event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event: torch.cuda.Event = torch.cuda.Event(  # type: ignore[no-untyped-call]
+            enable_timing=True
+        )
         event.record(stream)
         return event
 
     def order(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         stream.wait_event(event)
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1e3
 
 
 class CudaCopyEngine:
@@ -88,8 +98,9 @@ class CudaCopyEngine:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
+        self.busy_seconds = 0.0
         self._queues = {to_host: streams.new() for to_host in (True, False)}
-        self._under_way: dict[bool, deque[tuple[int, DeviceWork, Any]]] = {
+        self._under_way: dict[bool, deque[tuple[int, DeviceWork, Any, Any]]] = {
             to_host: deque() for to_host in self._queues
         }
         self._ended: list[tuple[int, str | None]] = []
@@ -101,6 +112,7 @@ class CudaCopyEngine:
         queue = self._queues[work.to_host]
         try:
             self._streams.order(queue, after)
+            begin = self._streams.event(queue)
             with self._streams.use(queue):
                 work.enqueue()
             event = self._streams.event(queue)
@@ -108,15 +120,16 @@ class CudaCopyEngine:
             self._ended.append((ticket, _cause(error)))
             return
         # The works keep the host's memory alive until their events have passed.
-        self._under_way[work.to_host].append((ticket, work, event))
+        self._under_way[work.to_host].append((ticket, work, begin, event))
 
     def finished(self) -> list[tuple[int, str | None]]:
         for under_way in self._under_way.values():
             while under_way:
-                ticket, _, event = under_way[0]
+                ticket, _, begin, event = under_way[0]
                 try:
                     if not event.query():
                         break
+                    self.busy_seconds += self._streams.seconds(begin, event)
                     cause = None
                 except RuntimeError as error:
                     cause = _cause(error)
@@ -134,7 +147,7 @@ class CudaCopyEngine:
 
     def order_compute_after(self, ticket: int) -> bool:
         for under_way in self._under_way.values():
-            for number, _, event in under_way:
+            for number, _, _, event in under_way:
                 if number == ticket:
                     self._streams.order(self._streams.current(), event)
                     return True

@@ -21,6 +21,7 @@ class ManualCopyEngine:
     def __init__(self) -> None:
         self.under_way: dict[int, Work] = {}
         self.closed = False
+        self.busy_seconds = 0.0
         self._ended: list[tuple[int, str | None]] = []
 
     def fence(self) -> None:

@@ -15,10 +15,11 @@ import os
 import struct
 from pathlib import Path
 
-KEY_BYTES = 32
+from kv_offload.disk_key import KEY_BYTES
+
 SUFFIX, UNFINISHED = ".kv", ".part"
-HEADER = struct.Struct("<8s32s32sQ32s")
-_MAGIC = b"LLKV0001"
+HEADER = struct.Struct(f"<8s32s{KEY_BYTES}sQ32s")
+_MAGIC = b"LLKV0002"
 
 
 def path_of(folder: Path, key: bytes) -> Path:

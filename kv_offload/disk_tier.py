@@ -1,32 +1,32 @@
 """Superblocks on disk: found again after a restart, never believed unchecked.
 
-Owns: DiskTier: which superblocks lie in its folder, under which keys, within which bound; and
-`chain_key`, by which they are named. Does not own: the form of a file (disk_file.py), what a key
-covers beyond the tokens (the caller's root says), host memory, or when files are written and read
-(transfer.py: both happen in a copy thread). Imports no torch.
+Owns: DiskTier: which superblocks lie in its folder, under which keys, within which bound.
+Does not own: the form of a file (disk_file.py), what a key covers (disk_key.py), host memory, or when files
+are written and read (transfer.py: both happen in a copy thread). Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import logging
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from kv_offload import disk_file
+from kv_offload.disk_key import KEY_BYTES, MARK_BYTES
 from kv_offload.superblock import SuperblockLayout
 from kv_offload.tickets import CopyError
 
 logger = logging.getLogger(__name__)
 
-MISSING, BROKEN, DISK = "missing", "broken", "disk"
-"""Causes of failure: no such file (any more), one that does not check out, an error of the disk."""
+MISSING, BROKEN, DISK, CLEARED = "missing", "broken", "disk", "cleared"
+"""Causes of failure: no such file (any more), one that does not check out, an error of the disk, a
+file that was not to be kept when it was written."""
 
 
 class HostBytes(Protocol):
@@ -45,16 +45,6 @@ class DiskTierError(Exception):
     """The folder cannot be used; the message says why and what helps."""
 
 
-def chain_key(parent: bytes, elements: bytes) -> bytes:
-    """32-byte name of the KV of `elements` (token ids and image keys, as bytes) behind what
-    `parent` names. SHA-256: nobody can make another prompt that gives the same key.
-
-    The first parent must cover everything else that KV depends on: model, KV dtype, rope, adapter,
-    and the tenant as the server knows it (vLLM #12621, #29163).
-    """
-    return hashlib.sha256(_checked(parent) + elements).digest()
-
-
 @dataclass(frozen=True, slots=True)
 class DiskStats:
     """A snapshot; counters count since the start of the process."""
@@ -68,6 +58,8 @@ class DiskStats:
     broken: int
     """Files that did not check out, and were removed."""
     evictions: int
+    cleared: int
+    """Files that left by `clear`."""
 
 
 class DiskTier:
@@ -97,7 +89,10 @@ class DiskTier:
         """Around the index and counters: the copy thread changes them, the engine's loop asks."""
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         self._num_bytes = 0
-        self._saves = self._hits = self._misses = self._broken = self._evictions = 0
+        self._saves = self._hits = self._misses = 0
+        self._broken = self._evictions = self._cleared = 0
+        self._clears: Counter[bytes] = Counter()
+        """How often each mark was cleared: what was asked for before is not kept."""
         self._owner = _own(folder)
         self._find_files()
 
@@ -105,6 +100,11 @@ class DiskTier:
     def blocks(self) -> int:
         """Blocks of the superblocks that are saved: full ones only."""
         return self.layout.blocks
+
+    @property
+    def max_files(self) -> int:
+        """Superblocks that the bound allows."""
+        return self.max_bytes // self._file_bytes
 
     @property
     def stats(self) -> DiskStats:
@@ -117,20 +117,32 @@ class DiskTier:
                 self._misses,
                 self._broken,
                 self._evictions,
+                self._cleared,
             )
 
-    def __contains__(self, key: bytes) -> bool:
+    def __contains__(self, key: object) -> bool:
         """Whether a fetch is worth trying; the file may still turn out broken."""
         with self._lock:
             return key in self._sizes
 
     def save(self, slot: int, key: bytes) -> SaveWork:
         """Write the full superblock of a slot."""
-        return SaveWork(self, slot, _checked(key))
+        return SaveWork(self, slot, _checked(key), self._times_cleared(key))
 
     def fetch(self, key: bytes, slot: int) -> FetchWork:
         """Read what was saved under a key into a slot."""
         return FetchWork(self, _checked(key), slot)
+
+    def clear(self, mark: bytes) -> None:
+        """Forget all files whose keys begin with `mark` (disk_key.tenant_mark; empty for all), also
+        those that are being written now. They are removed when this returns: a restart must not
+        find them."""
+        with self._lock:
+            self._clears[mark] += 1
+            found = [key for key in self._sizes if key.startswith(mark)]
+            self._cleared += len(found)
+        for key in found:
+            self._forget(key)
 
     def close(self) -> None:
         """Leave the folder to the next process; the files stay."""
@@ -138,8 +150,9 @@ class DiskTier:
 
     # -- in the copy thread ------------------------------------------------------------------------
 
-    def write(self, slot: int, key: bytes) -> None:
-        """Raises CopyError(DISK) when the disk takes no more."""
+    def write(self, slot: int, key: bytes, clears: int) -> None:
+        """`clears`: of the key's mark, when this was asked for. Raises CopyError: DISK when the
+        disk takes no more, CLEARED after a `clear`."""
         if key in self:
             return
         self._make_room(self._file_bytes)
@@ -150,9 +163,14 @@ class DiskTier:
             logger.warning("%s was not saved: %s", path, error)
             raise CopyError(DISK) from error
         with self._lock:
-            self._sizes[key] = self._file_bytes
-            self._num_bytes += self._file_bytes
-            self._saves += 1
+            cleared = self._times_cleared(key) != clears
+            if not cleared:
+                self._sizes[key] = self._file_bytes
+                self._num_bytes += self._file_bytes
+                self._saves += 1
+        if cleared:
+            path.unlink(missing_ok=True)
+            raise CopyError(CLEARED)
 
     def read(self, key: bytes, slot: int) -> None:
         """Raises CopyError with MISSING or BROKEN; the slot then holds anything."""
@@ -177,6 +195,9 @@ class DiskTier:
             os.utime(path)
         with self._lock:
             self._hits += 1
+
+    def _times_cleared(self, key: bytes) -> int:
+        return self._clears[key[:MARK_BYTES]] + self._clears[b""]
 
     def _make_room(self, num_bytes: int) -> None:
         while True:
@@ -223,13 +244,14 @@ class SaveWork:
     tier: DiskTier
     slot: int
     key: bytes
+    clears: int
 
     @property
     def num_bytes(self) -> int:
         return self.tier.layout.num_bytes
 
     def run(self) -> None:
-        self.tier.write(self.slot, self.key)
+        self.tier.write(self.slot, self.key, self.clears)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +271,14 @@ class FetchWork:
 
 
 def _checked(key: bytes) -> bytes:
-    if len(key) != disk_file.KEY_BYTES:
-        raise ValueError(f"a key has {disk_file.KEY_BYTES} bytes, not {len(key)}")
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
     return key
+
+
+def check_folder(folder: Path) -> None:
+    """Raises DiskTierError when no tier can be opened in the folder now."""
+    os.close(_own(folder))
 
 
 def _own(folder: Path) -> int:

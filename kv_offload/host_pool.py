@@ -99,6 +99,11 @@ class HostPool:
         return self.num_free + self.num_cached
 
     @property
+    def next_evicted(self) -> int | None:
+        """The superblock that the next reservation of one would evict; None if it needs not."""
+        return None if self._free_slots else next(iter(self._cached), None)
+
+    @property
     def stats(self) -> HostPoolStats:
         return HostPoolStats(
             self.num_superblocks,
@@ -172,6 +177,11 @@ class HostPool:
         entry = self._entries.get(superblock)
         return 0 if entry is None else entry.filled
 
+    def keeps(self, superblock: int) -> bool:
+        """Whether a superblock holds KV, and will until it is evicted."""
+        entry = self._entries.get(superblock)
+        return entry is not None and entry.filled > 0 and not entry.dropped
+
     def slot(self, superblock: int) -> int:
         """Where it lies in host memory. Raises HostPoolError when it was evicted."""
         return self._entry(superblock).slot
@@ -200,6 +210,10 @@ class HostPool:
         heapq.heappush(self._free_slots, entry.slot)
         self._evictions += 1
         return superblock
+
+    def references(self) -> dict[int, int]:
+        """Of every superblock that has some."""
+        return {superblock: entry.refs for superblock, entry in self._entries.items() if entry.refs}
 
     def check_invariants(self) -> None:
         slots = sorted([entry.slot for entry in self._entries.values()] + self._free_slots)

@@ -1,9 +1,10 @@
 """Which blocks hold which tokens of which sequence.
 
-Owns: block tables, copy-on-write, what a sequence takes from the prefix cache and gives to it, and
-the answers "does it ever fit" and "does it fit now". Does not own: free lists (block_pool.py), the
-cache's tree (radix_cache.py), what lies on the host (cold_prefix.py), KV bytes (kv_cache.py), or
-how far a sequence may advance (the scheduler). Imports no torch.
+Owns: who has which table, what a sequence takes from the prefix cache, and the answers "does it
+ever fit" and "does it fit now". Does not own: how tables change (table_blocks.py), what is found
+(prefix_lookup.py) and what becomes findable (prefix_commit.py), what lies on the host
+(cold_prefix.py) and how it comes and goes (lower_tiers.py), KV bytes (kv_cache.py), or how far a
+sequence may advance (the scheduler). Imports no torch.
 
 Life of a token's KV: `reserve` gives its position a block that nobody else writes → the step
 computes it (use) → the sequence's counter passes it (commit). A failed or preempted step is undone
@@ -15,45 +16,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from kv_offload.block_pool import BlockPool, OutOfBlocksError
+from kv_offload.block_table import BlockCopy, BlockTable, Sources, runs_of
 from kv_offload.cold_prefix import BlockStore, ColdPrefixes
+from kv_offload.host_cache import HostCache
 from kv_offload.host_pool import HostPool
-from kv_offload.radix_cache import BlockIds, CacheKey, Node, RadixCache
-
-Frontier = tuple[Node, BlockIds]
-"""The place of a block that is not in the cache yet: owners with equal ones need the same KV."""
-
-_MOST_AHEAD_BLOCKS = 32
-"""Idle blocks that are evicted beyond what is needed, so that a growing sequence finds a run."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy the whole of block `source` over block `target` before the step's first write. Copies
-    of a step are made in their order: a source may be the target of a later one."""
-
-    source: int
-    target: int
-
-
-@dataclass(slots=True)
-class _Table:
-    blocks: list[int] = field(default_factory=list)
-    runs: list[tuple[int, int]] = field(default_factory=list)
-    """`blocks` as (first block, count) runs, kept in step with it."""
-    node: Node | None = None
-    """The deepest node on the owner's path whose block is in `blocks`, or will be when the owner
-    starts; None before the first look-up. One that has left the tree while the owner held its block
-    was cleared: what is computed after it must not be found."""
-    tail: tuple[Node, int] | None = None
-    """Of an owner without blocks: a node that holds its next tokens, and how many, to be copied."""
-    version: int = -1
-    """The cache's version at the last look-up."""
-    large: bool = False
-    """Whether its beginning may leave the device. What it computes is not put into the cache: a
-    node's ancestors are used as long as it is, and these could then not leave."""
+from kv_offload.lower_tiers import LowerTiers
+from kv_offload.prefix_commit import PrefixCommit
+from kv_offload.prefix_lookup import Frontier, PrefixLookup
+from kv_offload.radix_cache import CacheKey, HeldBlocks, RadixCache
+from kv_offload.recall import CostModel, Loaded
+from kv_offload.superblock import SUPERBLOCK_TOKENS
+from kv_offload.table_blocks import TableBlocks
+from kv_offload.transfer import Transfers
 
 
 class KVManager:
@@ -67,19 +43,49 @@ class KVManager:
         prefix_caching: bool = False,
         host: HostPool | None = None,
         chunk_tokens: int = 512,
+        pool: BlockPool | None = None,
+        superblock_tokens: int = SUPERBLOCK_TOKENS,
     ) -> None:
         """`host` takes the beginnings of sequences that the pool cannot hold (cold_prefix.py), to
-        which a step adds up to `chunk_tokens` tokens."""
+        which a step adds up to `chunk_tokens` tokens, and what is kept for later (`connect`), in
+        superblocks of `superblock_tokens`. `pool`: of `num_blocks` free blocks; None makes one."""
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
-        self.cold = (
-            None if host is None else ColdPrefixes(host, num_blocks, block_size, chunk_tokens)
-        )
+        self.pool = pool or BlockPool(num_blocks)
+        self.cold: ColdPrefixes | None = None
+        if host is not None:
+            index = HostCache(host, superblock_tokens)
+            self.cold = ColdPrefixes(index, num_blocks, block_size, chunk_tokens)
         self.cache = RadixCache(self.pool, block_size)
         self.prefix_caching = prefix_caching
-        self._tables: dict[int, _Table] = {}
+        self.tiers: LowerTiers | None = None
+        self._tables: dict[int, BlockTable] = {}
+        self._lookup = PrefixLookup(self.cache, self.cold)
+        self._blocks = TableBlocks(self.pool, self.cache, self.cold, self._lookup)
+        self._commit = PrefixCommit(self.cache, self.cold, self._lookup, self._tables.get)
+
+    def connect(self, transfers: Transfers, cost: CostModel, bytes_per_token: int) -> None:
+        """Makes host and disk levels of the prefix cache. `transfers` counts its references on
+        blocks by `copied_blocks`. Without prefix caching it only knows them."""
+        if self.cold is None:
+            raise ValueError("there is no host tier to connect")
+        self.tiers = LowerTiers(
+            self.cold,
+            transfers,
+            cost,
+            block_size=self.block_size,
+            bytes_per_token=bytes_per_token,
+        )
+        if self.prefix_caching:
+            self._lookup.tiers = self._commit.tiers = self.tiers
+
+    @property
+    def copied_blocks(self) -> HeldBlocks:
+        """What Transfers must ask for references on the device's blocks."""
+        return HeldBlocks(self.cache, self.pool)
+
+    # -- asking --------------------------------------------------------------------------------
 
     @property
     def capacity_tokens(self) -> int:
@@ -90,10 +96,10 @@ class KVManager:
     @property
     def num_available(self) -> int:
         """Blocks that can be had: free ones, and those that only the cache holds."""
-        return self.pool.num_free + self.cache.num_idle
+        return self._blocks.num_available
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return self._blocks.blocks_for(num_tokens)
 
     def held_blocks(self, owner: int) -> int:
         """On the device."""
@@ -102,7 +108,7 @@ class KVManager:
 
     def held_tokens(self, owner: int) -> int:
         """How many tokens have a place, on the device or on the host."""
-        return (self._cold_blocks(owner) + self.held_blocks(owner)) * self.block_size
+        return (self._blocks.cold_blocks(owner) + self.held_blocks(owner)) * self.block_size
 
     def lacking_blocks(self, owner: int, num_tokens: int, reach_tokens: int) -> int:
         """Device blocks that the owner will still ask for until it has `num_tokens` tokens."""
@@ -111,8 +117,10 @@ class KVManager:
     def device_bound(self, reach_tokens: int) -> int | None:
         """Most device blocks of a sequence that may reach `reach_tokens`; None when the pool is the
         only bound."""
-        large = self.cold is not None and self.cold.is_large(reach_tokens)
-        return self.cold.quota_blocks if self.cold is not None and large else None
+        return self.cold.quota_blocks if self.cold and self._is_large(reach_tokens) else None
+
+    def _is_large(self, reach_tokens: int) -> bool:
+        return self.cold is not None and self.cold.is_large(reach_tokens)
 
     def _device_blocks(self, num_tokens: int, reach_tokens: int) -> int:
         """Device blocks of a sequence of `num_tokens` tokens that may reach `reach_tokens`."""
@@ -132,46 +140,42 @@ class KVManager:
         """Their numbers in the host's pool, in the order of `cold_slots`."""
         return () if self.cold is None else self.cold.superblocks(owner)
 
-    def _cold_blocks(self, owner: int) -> int:
-        return 0 if self.cold is None else self.cold.num_blocks(owner)
+    def sources(self, owner: int) -> Sources:
+        """Where the KV came from that the owner found when it started."""
+        table = self._tables.get(owner)
+        return Sources() if table is None else table.sources
 
-    # -- what the cache has -------------------------------------------------------------------
+    # -- what the cache has --------------------------------------------------------------------
 
     def look_up(
         self, owner: int, key: CacheKey, ids: Sequence[int], limit: int, reach_tokens: int = 0
     ) -> int:
-        """How many of the first `limit` tokens of an owner without blocks the cache has KV of.
+        """How many of the first `limit` tokens of an owner without blocks some tier has KV of.
 
-        Nothing is held by this: a later look-up may find more, or less. `reserve` takes what the
-        last one found. `ids` of one owner stay the same; it may become `reach_tokens` long.
+        Nothing is held by this: a later look-up may find more, or less. `reserve`, or `load` where
+        `wants_load` says so, takes what the last one found. `ids` of one owner stay the same; it
+        may become `reach_tokens` long.
         """
-        if self.cold is not None and self.cold.is_large(reach_tokens):
-            self._tables.setdefault(owner, _Table()).large = True
-            # A hit is taken on the device, where the sequence needs room to go on as well.
-            limit = min(limit, self.cold.quota_blocks // 2 * self.block_size)
+        if self._is_large(reach_tokens):
+            self._tables.setdefault(owner, BlockTable()).large = True
         if not self.prefix_caching:
             return 0
-        table = self._tables.setdefault(owner, _Table())
+        table = self._tables.setdefault(owner, BlockTable())
         if table.blocks:
             raise ValueError(f"sequence {owner} has blocks; it is too late to look it up")
-        node = table.node
-        if node is None or table.version != self.cache.version:
-            while node is not None and not node.alive:
-                node = node.parent
-            node = self.cache.walk(node or self.cache.root(key), ids, limit)
-            table.node, table.tail = node, self.cache.beginning(node, ids, limit)
-            table.version = self.cache.version
-        return node.depth * self.block_size + (table.tail[1] if table.tail else 0)
+        return self._lookup.find(table, key, ids, limit)
 
     def frontier(self, owner: int, ids: Sequence[int]) -> Frontier | None:
         """Where the owner's next whole block belongs; None when its tokens are not all known, or
         nobody is to find it."""
         table = self._tables.get(owner)
-        if table is None or table.large or table.node is None or not table.node.alive:
-            return None
-        start = table.node.depth * self.block_size
-        block = tuple(ids[start : start + self.block_size])
-        return (table.node, block) if len(block) == self.block_size else None
+        return None if table is None else self._lookup.frontier(table, ids)
+
+    def wants_load(self, owner: int) -> bool:
+        """Whether part of what the last look-up found has to be brought first: to the device, or
+        from disk to the host, where a large owner uses it."""
+        table = self._tables.get(owner)
+        return table is not None and self._lookup.waits(table)
 
     def can_start(
         self,
@@ -181,21 +185,23 @@ class KVManager:
         promised_blocks: int,
         without: Iterable[int] = (),
         reach_tokens: int = 0,
+        choices: int = 1,
     ) -> bool:
-        """Whether an owner without blocks that may become `reach_tokens` long finds room for
-        `num_tokens` tokens beside `promised_blocks` for others, were the owners `without` gone."""
+        """Whether an owner without blocks that may become `reach_tokens` long, `choices` times,
+        finds room for `num_tokens` tokens beside `promised_blocks` for others, were the owners
+        `without` gone."""
         without = tuple(without)
-        if (
-            self.cold is not None
-            and self.cold.is_large(reach_tokens)
-            and not self.cold.has_room(owner, reach_tokens, without)
-        ):
-            return False
+        table = self._tables.get(owner)
+        if self.cold is not None and self.cold.is_large(reach_tokens):
+            shared = [] if table is None else self._lookup.in_place(table)
+            if not self.cold.has_room(
+                owner, reach_tokens, num_tokens, choices, without=without, shared=shared
+            ):
+                return False
         gone = [self._tables[o] for o in without if o in self._tables]
         leaving = Counter(block for table in gone for block in table.blocks)
-        freed = sum(self.cache.users(block) == count for block, count in leaving.items())
-        table = self._tables.get(owner)
-        node = table.node if table else None
+        freed = sum(self._blocks.would_be_free(block, count) for block, count in leaving.items())
+        node = table.node if table is not None and table.starts_with else None
         while node is not None and node.depth:
             if node.alive and self.cache.users(node.block) > leaving[node.block]:
                 break
@@ -204,10 +210,17 @@ class KVManager:
         need = promised_blocks + self._device_blocks(num_tokens, reach_tokens) - kept
         return need <= self.num_available + freed
 
-    # -- reserve, commit ----------------------------------------------------------------------
+    # -- reserve -------------------------------------------------------------------------------
 
     def reserve(
-        self, owner: int, start: int, end: int, *, reach_tokens: int, known_tokens: int = 0
+        self,
+        owner: int,
+        start: int,
+        end: int,
+        *,
+        reach_tokens: int,
+        known_tokens: int = 0,
+        choices: int = 1,
     ) -> tuple[BlockCopy | BlockStore, ...] | None:
         """Makes positions [start, end) writable by `owner` alone, all or nothing.
 
@@ -215,160 +228,149 @@ class KVManager:
         look-up found. Returns the copies to make before the step (a block shared with another owner
         is replaced by a copy; the beginning of a large sequence goes to the host), or None, with
         no block changed, when there is too little room (a large sequence's promise is kept).
-        `known_tokens` is how long the sequence is, `reach_tokens` how long it may become.
+        `known_tokens` is how long the sequence is, `reach_tokens` how long it may become, and so
+        each of the `choices` that are forked from it.
         """
-        table = self._tables.setdefault(owner, _Table())
+        table = self._tables.setdefault(owner, BlockTable())
+        if self._blocks.is_inside_last(table, start, end):
+            return ()
         reach = self.blocks_for(max(reach_tokens, end))
         wish = self.blocks_for(min(reach_tokens, known_tokens))
         if self.cold is not None and self.cold.is_large(reach_tokens):
             table.large = True
             # Kept also when there is no room now: who asked first is not overtaken for ever.
-            self.cold.promise(owner, reach_tokens)
+            self.cold.promise(owner, reach_tokens, known_tokens, choices)
             reach = wish = self.cold.quota_blocks
-        if not table.blocks and start:
+        if start and not table.blocks and not self._blocks.cold_blocks(owner):
             return self._start(owner, table, start, end, reach=reach, wish=wish)
-        stores = self._cool(owner, table, start, end, reach_tokens)
+        stores = self._blocks.cool(owner, table, start, end)
         if stores is None:
             return None
-        cold = self._cold_blocks(owner)
-        shared = self._shared(table, start // self.block_size - cold)
+        cold = self._blocks.cold_blocks(owner)
+        shared = self._blocks.shared(table, start // self.block_size - cold)
         grow = max(0, self.blocks_for(end) - cold - len(table.blocks))
-        if not self._make_room(grow + len(shared), wish - len(table.blocks)):
+        if not self._blocks.make_room(grow + len(shared), wish - len(table.blocks)):
             if stores:
                 raise AssertionError("a superblock left the device, but its room was not enough")
             if not table.blocks and table.node is None:
                 del self._tables[owner]
             return None
         kept = start - cold * self.block_size
-        copies = tuple(self._unshare(owner, table, i, kept) for i in shared)
-        self._grow(owner, table, grow, reach)
+        copies = tuple(self._blocks.unshare(owner, table, i, kept) for i in shared)
+        self._blocks.grow(owner, table, grow, reach)
         return (*stores, *(c for c in copies if c is not None))
 
-    def _shared(self, table: _Table, first: int) -> list[int]:
-        """Indices from `first` on of blocks that somebody else has, too."""
-        return [
-            i for i in range(first, len(table.blocks)) if self.pool.ref_count(table.blocks[i]) > 1
-        ]
-
-    def _cool(
-        self, owner: int, table: _Table, start: int, end: int, reach_tokens: int
-    ) -> tuple[BlockStore, ...] | None:
-        """Moves the oldest superblocks of a large sequence to the host, as many as take it back to
-        its quota; None, with nothing changed, when that would not do."""
-        if self.cold is None or not self.cold.is_large(reach_tokens):
-            return ()
-        size = self.cold.size
-        done = start // (size * self.block_size) - self._cold_blocks(owner) // size
-        grow = max(0, self.blocks_for(end) - self._cold_blocks(owner) - len(table.blocks))
-        excess = len(table.blocks) + grow - self.cold.quota_blocks
-        count = -(-excess // size) if excess > 0 else 0
-        if count and table.node is not None:
-            # A hit leaves whole, see _Table.large; it is short enough for that (look_up).
-            count = max(count, -(-table.node.depth // size))
-        count = min(done, count)
-        leaving = table.blocks[: count * size]
-        freed = sum(self.cache.users(block) == 1 for block in leaving)
-        shared = self._shared(table, start // self.block_size - self._cold_blocks(owner))
-        room = self.num_available + freed
-        if grow + len(shared) > room or count > self.cold.host.num_available:
-            return None
-        stores: list[BlockStore] = []
-        for i in range(count):
-            store = self.cold.push(owner, leaving[i * size : (i + 1) * size])
-            assert store is not None
-            stores.append(store)
-        if count:
-            table.blocks = table.blocks[count * size :]
-            table.runs = _runs(table.blocks)
-            table.node = None
-            self.cache.give_up(leaving)
-        return tuple(stores)
-
-    def _start(
-        self, owner: int, table: _Table, start: int, end: int, *, reach: int, wish: int
-    ) -> tuple[BlockCopy | BlockStore, ...] | None:
-        """The first blocks of an owner: those of the cache, then its own."""
-        node, tail = table.node, table.tail
-        found = 0 if node is None else node.depth * self.block_size + (tail[1] if tail else 0)
-        if node is None or not node.alive or found != start or (tail and not tail[0].alive):
-            raise ValueError(f"sequence {owner} starts at {start}, but the cache has {found} of it")
-        blocks = node.path()
-        self.cache.take(blocks)
-        if tail:
-            self.cache.touch(tail[0])
-        grow = self.blocks_for(end) - len(blocks)
-        if not self._make_room(grow, wish - len(blocks)):
-            self.cache.give_up(blocks)
-            return None
-        table.blocks, table.runs, table.tail = list(blocks), _runs(blocks), None
-        self._grow(owner, table, grow, reach)
-        # What is copied may just have been evicted: copies come before writes, in their order, and
-        # a block that becomes its own copy has what it needs.
-        if tail is None or tail[0].block == table.blocks[len(blocks)]:
-            return ()
-        return (BlockCopy(tail[0].block, table.blocks[len(blocks)]),)
-
-    def _make_room(self, need: int, wish: int) -> bool:
-        """Evicts until `need` blocks are free, and then some for one run as far as `wish`."""
-        short = need - self.pool.num_free
-        if short <= 0:
+    def load(
+        self,
+        owner: int,
+        ids: Sequence[int],
+        *,
+        reach_tokens: int,
+        known_tokens: int = 0,
+        choices: int = 1,
+    ) -> bool:
+        """Gives an owner of which `wants_load` is true the blocks of all that its last look-up
+        found, and asks for what is missing of them; False, with nothing changed, when there is no
+        room. `poll` tells when it may go on, and from where."""
+        table = self._tables[owner]
+        if self.tiers is None or table.root is None:
+            raise ValueError(f"there is nothing to load for sequence {owner}")
+        end = table.below_tokens
+        self._check_start(owner, table, end)
+        if table.large and self.cold is not None:
+            self.cold.promise(owner, reach_tokens, known_tokens, choices)
+            table.node = table.tail = None
+            count = end // self.cold.cache.tokens
+            self.tiers.recalls.begin_in_place(owner, table.root, ids, count)
             return True
-        idle = self.cache.num_idle
-        if short > idle:
+        wish = self.blocks_for(min(reach_tokens, known_tokens))
+        reach = self.blocks_for(max(reach_tokens, end))
+        if not self._blocks.take(owner, table, end, reach=reach, wish=wish):
             return False
-        ahead = min(_MOST_AHEAD_BLOCKS, self.pool.num_blocks // 32)
-        self.cache.evict(min(idle, max(short, wish - self.pool.num_free) + ahead))
+        assert table.node is not None
+        have = table.node.depth * self.block_size
+        table.sources = Sources(device=have)
+        self.tiers.recalls.begin(owner, table.root, ids, have, table.blocks[table.node.depth :])
         return True
 
-    def _grow(self, owner: int, table: _Table, count: int, reach: int) -> None:
-        if not count:
-            return
-        after = table.blocks[-1] if table.blocks else None
-        ahead = max(count, reach - len(table.blocks))
-        for block in self.pool.allocate(count, owner=owner, after=after, reach=ahead):
-            _append(table, block)
+    def poll(self) -> list[Loaded]:
+        """Once per step: what happened to copies between tiers. An owner whose load has ended,
+        well or not, may go on from the tokens that are told; their KV is valid."""
+        ended = [] if self.tiers is None else self.tiers.poll()
+        for loaded in ended:
+            table = self._tables[loaded.owner]
+            table.below_tokens = 0
+            if loaded.handles and self.cold is not None:
+                self.cold.take(loaded.owner, loaded.handles)
+                self.cold.host.free(loaded.handles)
+                table.seen = loaded.node
+                self._lookup.enter(table, len(loaded.handles))
+                host = loaded.tokens - loaded.from_disk
+                table.sources = Sources(host=host, disk=loaded.from_disk)
+                continue
+            keep = loaded.tokens // self.block_size
+            if keep < len(table.blocks):
+                leaving = table.blocks[keep:]
+                table.set_blocks(table.blocks[:keep])
+                self.cache.give_up(leaving)
+            device = table.sources.device
+            host = loaded.tokens - device - loaded.from_disk
+            table.sources = Sources(device, host, loaded.from_disk)
+        return ended
 
-    def _unshare(self, owner: int, table: _Table, index: int, start: int) -> BlockCopy | None:
-        old = table.blocks[index]
-        (new,) = self.pool.allocate(1, owner=owner, after=None, reach=1)
-        self.cache.give_up([old])
-        table.blocks[index] = new
-        table.runs = _runs(table.blocks)
-        holds_kept_tokens = index * self.block_size < start
-        return BlockCopy(old, new) if holds_kept_tokens else None
+    @property
+    def copying(self) -> bool:
+        """Whether copies between tiers are under way or about to start."""
+        return self.tiers is not None and self.tiers.busy
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleeps until `poll` may have something to say, when there is nothing else to do."""
+        if self.tiers is not None:
+            self.tiers.wait(timeout_s)
+
+    def close(self) -> None:
+        """Ends all copies; nothing is asked of this afterwards."""
+        if self.tiers is not None:
+            self.tiers.close()
+
+    def _check_start(self, owner: int, table: BlockTable, start: int) -> None:
+        found, node, tail = self._lookup.tokens(table), table.node, table.tail
+        gone = node is None or not node.alive or (tail is not None and not tail[0].alive)
+        if found != start or (gone and not table.in_place):
+            raise ValueError(f"sequence {owner} starts at {start}, but the cache has {found} of it")
+
+    def _start(
+        self, owner: int, table: BlockTable, start: int, end: int, *, reach: int, wish: int
+    ) -> tuple[BlockCopy | BlockStore, ...] | None:
+        """The first blocks of an owner: those of the cache, then its own."""
+        self._check_start(owner, table, start)
+        if self.wants_load(owner):
+            raise ValueError(f"the KV of sequence {owner} has to be loaded first")
+        if table.in_place:
+            return self._blocks.start_in_place(owner, table, end, reach=reach, wish=wish)
+        tail = table.tail
+        if tail:
+            self.cache.touch(tail[0])
+        if not self._blocks.take(owner, table, end, reach=reach, wish=wish):
+            return None
+        table.tail, table.sources = None, Sources(device=start)
+        # What is copied may just have been evicted: copies come before writes, in their order, and
+        # a block that becomes its own copy has what it needs.
+        index = start // self.block_size
+        if tail is None or tail[0].block == table.blocks[index]:
+            return ()
+        return (BlockCopy(tail[0].block, table.blocks[index]),)
+
+    # -- commit, forks and endings -------------------------------------------------------------
 
     def commit(self, owner: int, ids: Sequence[int], num_tokens: int) -> None:
         """The KV of the owner's first `num_tokens` tokens is valid: from now on others find its
         full blocks. Where the cache has the same KV already, the owner's copy is given back."""
-        table = self._tables[owner]
-        node, size = table.node, self.block_size
-        if table.large or node is None or not node.alive:
-            return
-        doubled = False
-        for index in range(node.depth, num_tokens // size):
-            own = table.blocks[index]
-            node = self.cache.insert(node, tuple(ids[index * size : (index + 1) * size]), own)
-            if node.block != own:
-                self.cache.take([node.block])
-                self.cache.give_up([own])
-                table.blocks[index] = node.block
-                doubled = True
-        table.node = node
-        if doubled:
-            table.runs = _runs(table.blocks)
+        self._commit.commit(owner, self._tables[owner], ids, num_tokens)
 
     def seal(self, owner: int, ids: Sequence[int], num_tokens: int) -> None:
         """The owner will write no more: also its last block, which is not full, can be found."""
-        self.commit(owner, ids, num_tokens)
-        table = self._tables[owner]
-        if table.large or table.node is None or not table.node.alive:
-            return
-        start = table.node.depth * self.block_size
-        if num_tokens - start >= self.cache.least_copied_tokens:
-            last = table.blocks[table.node.depth]
-            self.cache.insert(table.node, tuple(ids[start:num_tokens]), last)
-
-    # -- forks and endings --------------------------------------------------------------------
+        self._commit.seal(owner, self._tables[owner], ids, num_tokens)
 
     def fork(self, parent: int, child: int) -> None:
         """`child` starts with the parent's blocks, shared; whoever writes a shared block first
@@ -377,57 +379,58 @@ class KVManager:
             raise ValueError(f"sequence {child} already has blocks")
         table = self._tables[parent]
         self.pool.share(table.blocks)
-        if table.large:
-            raise ValueError(f"sequence {parent} is larger than the device; it cannot be forked")
-        self._tables[child] = _Table(list(table.blocks), list(table.runs), table.node)
+        self._tables[child] = table.fork()
+        if table.large and self.cold is not None:
+            self.cold.fork(parent, child)
 
     def free(self, owner: int) -> None:
         """Gives back everything the owner holds; unknown owners hold nothing."""
         table = self._tables.pop(owner, None)
         self.pool.release_claims(owner)
+        if self.tiers is not None:
+            self.tiers.recalls.cancel(owner)
         if self.cold is not None:
             self.cold.free(owner)
         if table:
             self.cache.give_up(table.blocks)
+
+    def clear(self, tenant: str | None = None) -> None:
+        """Forgets what requests have left, of one tenant or of all, on every tier. Sequences that
+        run keep theirs, but nobody finds it any more."""
+        self.cache.clear(tenant)
+        if self.tiers is not None:
+            self.tiers.clear(tenant)
+        elif self.cold is not None:
+            self.cold.cache.clear(tenant)
 
     def check_invariants(self) -> None:
         self.pool.check_invariants()
         self.cache.check_invariants()
         if self.cold is not None:
             self.cold.check_invariants()
+            self.cold.cache.check_invariants()
+        held: Counter[int] = Counter()
+        if self.tiers is not None:
+            self.tiers.check_invariants()
+            held = self.tiers.transfers.held_blocks()
         counts: Counter[int] = Counter()
         for table in self._tables.values():
             if len(set(table.blocks)) != len(table.blocks):
                 raise AssertionError("a table names a block twice")
-            if table.runs != _runs(table.blocks):
+            if table.runs != runs_of(table.blocks):
                 raise AssertionError("a table's runs do not match its blocks")
             counts.update(table.blocks)
             node = table.node
-            held = table.blocks and node is not None and node.alive
-            if held and node is not None and table.blocks[: node.depth] != node.path():
+            held_path = table.blocks and node is not None and node.alive
+            if held_path and node is not None and table.blocks[: node.depth] != node.path():
                 raise AssertionError("a table's blocks are not those of its path in the cache")
         for block in range(self.pool.num_blocks):
-            if self.cache.users(block) != counts[block]:
+            if self.cache.users(block) != counts[block] or self.cache.holds(block) != held[block]:
                 raise AssertionError(
-                    f"block {block}: {self.cache.users(block)} users by its references, "
-                    f"{counts[block]} tables name it"
+                    f"block {block}: {self.cache.users(block)} users and {self.cache.holds(block)} "
+                    f"copies by its references, {counts[block]} tables and {held[block]} tickets "
+                    "name it"
                 )
 
 
-def _append(table: _Table, block: int) -> None:
-    table.blocks.append(block)
-    if table.runs and sum(table.runs[-1]) == block:
-        first, count = table.runs[-1]
-        table.runs[-1] = (first, count + 1)
-    else:
-        table.runs.append((block, 1))
-
-
-def _runs(blocks: list[int]) -> list[tuple[int, int]]:
-    table = _Table()
-    for block in blocks:
-        _append(table, block)
-    return table.runs
-
-
-__all__ = ["BlockCopy", "BlockStore", "KVManager", "OutOfBlocksError"]
+__all__ = ["BlockCopy", "BlockStore", "Frontier", "KVManager", "OutOfBlocksError", "Sources"]

@@ -1,6 +1,7 @@
 """Tickets on their way through one engine.
 
-Owns: Ticket, and Lane: which tickets wait, which are being copied, and which goes next.
+Owns: Ticket, Lane: which tickets wait, which are being copied, and which goes next; and Rate: how
+fast an engine copied so far.
 Does not own: what a ticket holds (holds.py), deadlines or answers (transfer.py), or copying.
 Imports no torch.
 """
@@ -32,6 +33,35 @@ class Ticket:
     """Compute was ordered after it; the owner hears of a failure only."""
 
 
+MEMORY_RATE, DISK_RATE = 4e9, 4e8
+"""Guesses in bytes per second, until copies were made."""
+_GUESS_S, _MEMORY_S = 0.01, 4.0
+"""Copying time after which a guess, and a measurement, count half."""
+
+
+class Rate:
+    """Bytes per second of copying, the recent ones counting more."""
+
+    def __init__(self, guess_bytes_per_s: float) -> None:
+        self._bytes, self._seconds = guess_bytes_per_s * _GUESS_S, _GUESS_S
+        self._busy_s = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self._bytes / self._seconds
+
+    def observe(self, num_bytes: int, busy_s: float) -> None:
+        """The engine has been busy for `busy_s` in all, and copied so many bytes more."""
+        took = busy_s - self._busy_s
+        if took <= 0 or not num_bytes:
+            # Time of copies whose end was not told yet counts with their bytes.
+            return
+        self._busy_s = busy_s
+        keep = 0.5 ** (took / _MEMORY_S)
+        self._bytes = keep * self._bytes + num_bytes
+        self._seconds = keep * self._seconds + took
+
+
 class Lane:
     """Urgent tickets first, each kind in the order of the calls.
 
@@ -40,8 +70,9 @@ class Lane:
     nobody waits for, so that an urgent one finds little before it.
     """
 
-    def __init__(self, engine: CopyEngine, most_copying: int, most_later: int) -> None:
+    def __init__(self, engine: CopyEngine, rate: Rate, most_copying: int, most_later: int) -> None:
         self.engine = engine
+        self.rate = rate
         self._most_copying, self._most_later = most_copying, most_later
         self._urgent: deque[Ticket] = deque()
         self._later: deque[Ticket] = deque()

@@ -18,7 +18,7 @@ and least recently used eviction takes constant time.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,7 +106,9 @@ class RadixCache:
         self._nodes: dict[int, Node] = {}
         """By block."""
         self._idle: OrderedDict[int, Node] = OrderedDict()
-        """Nodes whose block nobody else uses, the next to be evicted first."""
+        """Nodes whose block nobody else refers to, the next to be evicted first."""
+        self._held: Counter[int] = Counter()
+        """References of copies, by block."""
 
     @property
     def num_blocks(self) -> int:
@@ -116,6 +118,11 @@ class RadixCache:
     def num_idle(self) -> int:
         """Blocks that `evict` could give back."""
         return len(self._idle)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that copies refer to."""
+        return len(self._held)
 
     # -- looking up ---------------------------------------------------------------------------
 
@@ -194,9 +201,42 @@ class RadixCache:
             if node is not None and self._pool.ref_count(block) == 1:
                 self._idle[block] = node
 
+    def hold(self, blocks: Sequence[int]) -> None:
+        """A copy reads or writes these blocks: they are not free before `release`, whoever gives
+        them up, but that is no use of theirs. The tree may let go of them meanwhile."""
+        self._pool.share(blocks)
+        for block in blocks:
+            self._held[block] += 1
+            self._idle.pop(block, None)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """The copy has ended; `blocks` in the order of their tokens."""
+        highest: Node | None = None
+        for block in reversed(blocks):
+            self._held[block] -= 1
+            if not self._held[block]:
+                del self._held[block]
+            self._pool.free([block])
+            node = self._nodes.get(block)
+            if node is not None and self._pool.ref_count(block) == 1:
+                self._idle[block] = highest = node
+        # Ancestors that became idle before stay behind what lies below them.
+        up = None if highest is None else highest.parent
+        while up is not None and up.parent is not None and self.users(up.block) == 0:
+            self.touch(up)
+            up = up.parent
+
+    def is_held(self, block: int) -> bool:
+        """Whether a copy reads or writes the block."""
+        return block in self._held
+
+    def holds(self, block: int) -> int:
+        """References of copies on the block."""
+        return self._held[block]
+
     def users(self, block: int) -> int:
         """Sequences that use the block."""
-        return self._pool.ref_count(block) - (block in self._nodes)
+        return self._pool.ref_count(block) - (block in self._nodes) - self._held[block]
 
     def evict(self, count: int) -> None:
         """Gives `count` of the `num_idle` blocks back to the pool, least recently used first."""
@@ -225,10 +265,15 @@ class RadixCache:
         return forgotten
 
     def _drop(self, node: Node) -> None:
-        """Takes a leaf out of the tree."""
+        """Takes a node out of the tree that nobody uses, with what lies below it: such that only
+        copies hold, which are not evicted for themselves."""
+        for child in list(node.children):
+            if child.block in self._idle or self.users(child.block):
+                raise AssertionError(f"block {child.block} leaves the tree too late")
+            self._drop(child)
         parent = node.parent
-        if parent is None or node.children:
-            raise AssertionError("only a leaf can leave the tree")
+        if parent is None:
+            raise AssertionError("a root cannot be evicted")
         place = bisect_left(parent.keys, node.ids)
         del parent.keys[place], parent.children[place]
         del self._nodes[node.block]
@@ -257,13 +302,16 @@ class RadixCache:
                     raise AssertionError(f"block {child.block} is used without the one before it")
         if seen != self._nodes:
             raise AssertionError("the tree and its table of blocks differ")
-        idle = {block for block in seen if self.users(block) == 0}
+        idle = {block for block in seen if self._pool.ref_count(block) == 1}
         if idle != set(self._idle):
             raise AssertionError("the idle blocks are not those that only the tree refers to")
         place = {block: i for i, block in enumerate(self._idle)}
         for block, node in self._idle.items():
-            if any(place[child.block] > place[block] for child in node.children):
-                raise AssertionError(f"block {block} would be evicted before its children")
+            up = node.parent
+            while up is not None and up.block not in place and self._held[up.block]:
+                up = up.parent
+            if up is not None and place.get(up.block, len(place)) < place[block]:
+                raise AssertionError(f"block {up.block} would be evicted before block {block}")
 
 
 def _shared(a: BlockIds, b: BlockIds) -> int:
@@ -272,3 +320,19 @@ def _shared(a: BlockIds, b: BlockIds) -> int:
         if x != y:
             return index
     return min(len(a), len(b))
+
+
+class HeldBlocks:
+    """References of copies on the blocks of a RadixCache's pool; BlockRefs of tickets.py."""
+
+    def __init__(self, cache: RadixCache, pool: BlockPool) -> None:
+        self._cache, self._pool = cache, pool
+
+    def ref_count(self, block: int) -> int:
+        return self._pool.ref_count(block)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        self._cache.hold(blocks)
+
+    def free(self, blocks: Sequence[int]) -> None:
+        self._cache.release(blocks)

@@ -75,6 +75,11 @@ class Work(Protocol):
 class CopyEngine(Protocol):
     """Makes copies, one after the other or several at once, while others compute."""
 
+    @property
+    def busy_seconds(self) -> float:
+        """Time spent copying since construction; 0 where nobody measures it."""
+        ...
+
     def fence(self) -> Any:
         """Stands for all compute issued so far. A copy started `after` it reads what that compute
         wrote, and does not write over what that compute still reads."""
@@ -116,7 +121,7 @@ class Copies(Protocol):
 
 
 class DiskCopies(Protocol):
-    """Where full superblocks lie on disk, by 32-byte keys."""
+    """Where full superblocks lie on disk, by the keys of disk_key.py."""
 
     @property
     def blocks(self) -> int:
@@ -127,12 +132,26 @@ class DiskCopies(Protocol):
 
     def fetch(self, key: bytes, slot: int) -> Work: ...
 
+    def __contains__(self, key: object) -> bool:
+        """Whether a fetch is worth trying."""
+        ...
+
+    def clear(self, mark: bytes) -> None:
+        """Forgets all whose keys begin with `mark`."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is asked for any more."""
+        ...
+
 
 class BlockRefs(Protocol):
     """References on device blocks; BlockPool has them."""
 
     def ref_count(self, block: int) -> int: ...
 
-    def share(self, blocks: list[int]) -> None: ...
+    def share(self, blocks: Sequence[int]) -> None: ...
 
-    def free(self, blocks: list[int]) -> None: ...
+    def free(self, blocks: Sequence[int]) -> None:
+        """`blocks` in the order of their tokens."""
+        ...

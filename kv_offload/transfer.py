@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kv_offload.holds import Hold, Holds
 from kv_offload.host_pool import HostPool
-from kv_offload.lanes import Lane, Ticket
+from kv_offload.lanes import DISK_RATE, MEMORY_RATE, Lane, Rate, Ticket
 from kv_offload.tickets import (
     CANCELLED,
     CLOSED,
@@ -57,7 +57,7 @@ _GLANCE_S = 0.005
 class TransferLimits:
     """How much is under way at once, and for how long."""
 
-    copying: int = 4
+    copying: int = 16
     """Copies handed to one engine at a time; see Lane."""
     copying_for_later: int = 1
     """Of these, stores and saves."""
@@ -76,6 +76,8 @@ class Transfers:
         host: the host's pool.
         copies, engine: device and host memory, and who copies between them.
         disk, disk_engine: the same between host memory and disk; None without a disk tier.
+        stream_engine: who copies what is streamed, None: `engine`. A step waits for it, and should
+            not find loads before it in a queue.
         clock: seconds, monotonic.
     """
 
@@ -88,6 +90,7 @@ class Transfers:
         *,
         disk: DiskCopies | None = None,
         disk_engine: CopyEngine | None = None,
+        stream_engine: CopyEngine | None = None,
         limits: TransferLimits = TransferLimits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,9 +99,14 @@ class Transfers:
         self._limits, self._clock = limits, clock
         self._holds = Holds(blocks, host)
         most = (limits.copying, limits.copying_for_later)
-        self._memory_lane = Lane(engine, *most)
-        self._disk_lane = None if disk_engine is None else Lane(disk_engine, *most)
-        self._lanes = [lane for lane in (self._memory_lane, self._disk_lane) if lane is not None]
+        self._memory_lane = Lane(engine, Rate(MEMORY_RATE), *most)
+        self._disk_lane = self._stream_lane = None
+        if disk_engine is not None:
+            self._disk_lane = Lane(disk_engine, Rate(DISK_RATE), *most)
+        if stream_engine is not None:
+            self._stream_lane = Lane(stream_engine, Rate(MEMORY_RATE), *most)
+        every = (self._stream_lane, self._memory_lane, self._disk_lane)
+        self._lanes = [lane for lane in every if lane is not None]
         self._open: dict[int, Ticket] = {}
         self._answers: deque[Completion] = deque()
         self._next = 0
@@ -152,7 +160,7 @@ class Transfers:
         slots = [self._host.slot(superblock) for superblock in superblocks]
         work = self._copies.stream(slots, layer, into)
         hold = Hold(superblocks=tuple(superblocks))
-        return self._submit(self._memory_lane, Direction.STREAM, work, hold)
+        return self._submit(self._stream_lane or self._memory_lane, Direction.STREAM, work, hold)
 
     def save(self, superblock: int, key: bytes) -> int:
         """Write a full superblock to disk under a 32-byte key; the ticket's number."""
@@ -195,8 +203,21 @@ class Transfers:
         return answers
 
     def advance(self) -> None:
-        """What `poll` does, for one who waits for a single ticket: answers stay for their owners."""
+        """What `poll` does, for one who waits for a few tickets: answers stay for their owners."""
         self._advance()
+
+    def settled(self, ticket: int, timeout_s: float = 0.0) -> bool:
+        """Whether the copy has let go of its memory, waited for up to `timeout_s`. Says nothing of
+        its success, and answers nobody."""
+        until = self._clock() + timeout_s
+        self._advance()
+        while ticket in self._open:
+            left_s = until - self._clock()
+            if left_s <= 0:
+                return False
+            self._lane_of(self._open[ticket]).engine.wait(left_s)
+            self._advance()
+        return True
 
     def join(self, ticket: int) -> None:
         """What the ticket brings may be read by compute issued after this call.
@@ -261,6 +282,24 @@ class Transfers:
         return len(self._open)
 
     @property
+    def num_awaited(self) -> int:
+        """Tickets whose end somebody is still to be told of."""
+        return sum(not ticket.told for ticket in self._open.values())
+
+    def now(self) -> float:
+        """On the clock of the deadlines, seconds."""
+        return self._clock()
+
+    @property
+    def disk(self) -> DiskCopies | None:
+        return self._disk
+
+    def estimate_s(self, direction: Direction, num_bytes: int) -> float:
+        """Seconds that a copy of so many bytes takes by itself, from those that were made."""
+        lane = self._lane_for(direction)
+        return float("inf") if lane is None else num_bytes / lane.rate.bytes_per_s
+
+    @property
     def oldest_age_s(self) -> float:
         """Of the oldest open ticket, 0 without one."""
         oldest = min((t.submitted for t in self._open.values()), default=None)
@@ -281,13 +320,17 @@ class Transfers:
         """Whether the device block waits for a load: nobody may read it."""
         return self._holds.is_being_written(block)
 
-    def held_blocks(self) -> Mapping[int, int]:
+    def held_blocks(self) -> Counter[int]:
         """References that open tickets hold on device blocks, for their pool's own checks."""
         held: Counter[int] = Counter()
         for ticket in self._open.values():
             held.update(ticket.hold.reads)
             held.update(ticket.hold.writes)
         return held
+
+    def held_superblocks(self) -> Counter[int]:
+        """References that open tickets hold on superblocks, likewise."""
+        return Counter(s for ticket in self._open.values() for s in ticket.hold.superblocks)
 
     def check_invariants(self) -> None:
         known = sorted(number for lane in self._lanes for number in lane.numbers())
@@ -304,6 +347,8 @@ class Transfers:
 
     def _lane_for(self, direction: Direction) -> Lane | None:
         to_disk = direction in (Direction.SAVE, Direction.FETCH)
+        if direction is Direction.STREAM and self._stream_lane is not None:
+            return self._stream_lane
         return self._disk_lane if to_disk else self._memory_lane
 
     def _lane_of(self, ticket: Ticket) -> Lane:
@@ -334,8 +379,11 @@ class Transfers:
 
     def _close_ended(self) -> None:
         for lane in self._lanes:
+            num_bytes = 0
             for ticket, cause in lane.ended():
+                num_bytes += ticket.work.num_bytes if cause is None else 0
                 self._close(ticket, cause)
+            lane.rate.observe(num_bytes, lane.engine.busy_seconds)
 
     def _close(self, ticket: Ticket, cause: str | None) -> None:
         if cause is None:

@@ -18,6 +18,11 @@ from lm_engine.outputs import RequestError
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+MIN_INTERVAL, MAX_INTERVAL = 16, 65_536
+"""Tokens of an evidence interval."""
+MAX_SINKS = 1024
+MAX_EVIDENCE = 16_384
+"""Intervals of one answer's evidence, all choices together."""
 
 
 def check(request: Request, media: Iterable[MediaItem], info: ModelInfo) -> RequestError | None:
@@ -25,6 +30,7 @@ def check(request: Request, media: Iterable[MediaItem], info: ModelInfo) -> Requ
     return (
         _check_prompt(request, info)
         or check_sampling(request.sampling, info.vocab_size, info.max_num_seqs)
+        or _check_evidence(request, info)
         or _check_images(request, {item.key: item for item in media}, info)
     )
 
@@ -82,6 +88,35 @@ def check_sampling(
             return _invalid("stop_token_ids", _outside("stop_token_ids", token_id, vocab_size))
     if any(not stop for stop in params.stop):
         return _invalid("stop", "a stop string must not be empty")
+    return None
+
+
+def _check_evidence(request: Request, info: ModelInfo) -> RequestError | None:
+    asked = request.sampling.evidence
+    if asked is None:
+        return None
+    if not MIN_INTERVAL <= asked.interval <= MAX_INTERVAL:
+        return _invalid(
+            "return_evidence.interval",
+            f"interval must be between {MIN_INTERVAL} and {MAX_INTERVAL}, got {asked.interval}",
+        )
+    if not 0 <= asked.sinks <= MAX_SINKS:
+        return _invalid(
+            "return_evidence.sinks", f"sinks must be between 0 and {MAX_SINKS}, got {asked.sinks}"
+        )
+    for layer in asked.layers:
+        if not 0 <= layer < info.num_layers:
+            return _invalid(
+                "return_evidence.layers",
+                f"layer {layer} does not exist; this model has layers 0 to {info.num_layers - 1}",
+            )
+    intervals = -(-request.num_prompt_tokens // asked.interval) * request.sampling.n
+    if intervals > MAX_EVIDENCE:
+        return _invalid(
+            "return_evidence.interval",
+            f"the evidence would have {intervals} intervals over all choices, at most "
+            f"{MAX_EVIDENCE} are reported; ask for a larger interval or a smaller n",
+        )
     return None
 
 

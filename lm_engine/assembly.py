@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from chunked_prefill.scheduler import Scheduler
 from kv_offload.kv_cache import KVCache
 from kv_offload.layout import KVLayout
 from kv_offload.radix_cache import CacheKey
@@ -29,7 +29,8 @@ from lm_engine.attention.select import select
 from lm_engine.client import ModelInfo
 from lm_engine.engine import Engine
 from lm_engine.images import ImageFeed
-from lm_engine.kv_sizing import host_memory, kv_manager, size_context, step_budget
+from lm_engine.kv_sizing import host_memory, kv_manager, size_context
+from lm_engine.kv_tiers import PrefillCost, check_disk, disk_tier
 from lm_engine.models.checkpoint import Checkpoint, open_checkpoint
 from lm_engine.models.config import DecoderConfig
 from lm_engine.models.decoder import Decoder
@@ -44,6 +45,8 @@ from lm_engine.native.library import NativeUnavailableError
 from lm_engine.native.library import load as load_kernels
 from lm_engine.options import EngineOptions
 from lm_engine.runner import Runner
+from lm_engine.scheduling import build_scheduler
+from lm_engine.transfers import build_transfers, staging_ring
 from vision_encoder.config import VisionConfig
 from vision_encoder.embedding_arena import EmbeddingArena
 from vision_encoder.embedding_storage import allocate_storage
@@ -152,6 +155,7 @@ def build_engine(
         if progress is not None and state.phase != "ready":
             progress(state.phase, state.done_bytes, state.total_bytes, state.eta_s)
 
+    check_disk(options)
     device = resolve_device(options)
     checkpoint = open_checkpoint(options.model)
     shape = vision_shape(checkpoint, options)
@@ -172,6 +176,7 @@ def build_engine(
         windows=config.windows,
     )
     host = host_memory(options, layout, device)
+    disk = disk_tier(options, host)
     num_blocks, max_model_len = size_context(options, config, layout, device, host)
     loaded.decoder.fix_context(max_model_len)
     config = loaded.decoder.config
@@ -199,29 +204,40 @@ def build_engine(
         eos_token_ids=loaded.eos_ids,
         dtype=layout.dtype,
         device=str(device),
+        num_layers=loaded.decoder.config.num_layers,
     )
-    runner = Runner(
-        loaded.decoder,
-        KVCache(
-            layout, num_blocks, device, None if kernels is None else NativeWriter(kernels), host
-        ),
-        select(device, dtype=loaded.decoder.dtype, head_dim=layout.head_dim, library=kernels),
-        embeddings=storage,
+    writer = None if kernels is None else NativeWriter(kernels)
+    cache = KVCache(layout, num_blocks, device, writer, host)
+    transfers = None
+    if kv.cold is not None:
+        transfers = build_transfers(kv.copied_blocks, kv.cold.host, cache, disk=disk)
+    ring = staging_ring(options.cold_kv, cache, transfers)
+    attention = select(
+        device,
+        dtype=loaded.decoder.dtype,
+        head_dim=layout.head_dim,
+        library=kernels,
+        ring=ring,
+        cold_kv=options.cold_kv,
+        cache=cache,
+        num_heads=config.num_heads,
     )
-    scheduler = Scheduler(
-        kv,
-        step_budget(options, config, device),
-        options.max_num_seqs,
-        cache_key(checkpoint, config, layout),
-    )
+    runner = Runner(loaded.decoder, cache, attention, embeddings=storage, ring=ring)
+    key = cache_key(checkpoint, config, layout, lasting=disk is not None)
+    scheduler = build_scheduler(options, config, device, kv, key)
+    if transfers is not None:
+        kv.connect(transfers, PrefillCost(scheduler), layout.bytes_per_token)
     mrope = config.rope.axes is not None
     return Engine(info, scheduler, runner, tokenizer, images, mrope=mrope)
 
 
-def cache_key(checkpoint: Checkpoint, config: DecoderConfig, layout: KVLayout) -> CacheKey:
+def cache_key(
+    checkpoint: Checkpoint, config: DecoderConfig, layout: KVLayout, *, lasting: bool = False
+) -> CacheKey:
     """What the KV of all requests depends on. The model is its configuration and the names, sizes
-    and times of change of its files: reading them all once more would double the time of a start,
-    and a device's cache does not outlive the process that read them."""
+    and times of change of its files: reading them all once more would double the time of a start.
+    What is `lasting` outlives this process, in which the files were read, so samples of their bytes
+    count as well, and so does the program's version."""
     path = checkpoint.path
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     digest = hashlib.blake2b(digest_size=32)
@@ -229,7 +245,19 @@ def cache_key(checkpoint: Checkpoint, config: DecoderConfig, layout: KVLayout) -
     for file in files:
         stat = file.stat()
         digest.update(f"\0{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+        if lasting:
+            _sample(file, stat.st_size, digest)
+    if lasting:
+        digest.update(version("longlens").encode())
     return CacheKey(model=digest.digest(), kv_dtype=layout.dtype, rope=config.rope_fingerprint)
+
+
+def _sample(file: Path, num_bytes: int, digest: hashlib.blake2b) -> None:
+    """The file's beginning, which says what is where in it, and a page of every MiB."""
+    with file.open("rb", buffering=0) as weights:
+        for start in range(0, num_bytes, 1 << 20):
+            weights.seek(start)
+            digest.update(weights.read(4096 if start else 1 << 16))
 
 
 def _kernels(decoder: Decoder) -> ctypes.CDLL | None:

@@ -17,6 +17,7 @@ from chunked_prefill.scheduler import ScheduledChunk, StepPlan
 from kv_offload.kv_manager import KVManager
 from kv_offload.superblock import SUPERBLOCK_TOKENS
 from lm_engine.attention.base import AttentionBatch, SequenceSlice
+from lm_engine.evidence import Recorder, Watch, Watched
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -49,6 +50,8 @@ class ForwardBatch:
     sampled: tuple[ScheduledChunk, ...]
     """Chunks whose last token is row i of the logits."""
     prompt_rows: tuple[PromptRows, ...]
+    evidence: Recorder | None = None
+    """Filled in by the forward pass, when a sampled row's attention is watched."""
 
 
 def build(
@@ -56,6 +59,7 @@ def build(
     kv: KVManager,
     rows_of: Callable[[bytes], Runs],
     wants_prompt_logprobs: Callable[[ScheduledChunk], bool],
+    watch_of: Callable[[ScheduledChunk], Watch | None] = lambda _: None,
     *,
     mrope: bool,
     device: torch.device,
@@ -78,7 +82,8 @@ def build(
         runs, cold = kv.runs(sequence.seq_id), kv.cold_slots(sequence.seq_id)
         before = len(cold) * SUPERBLOCK_TOKENS
         slots.append(_slots(runs, kv.block_size, chunk.start - before, chunk.end - before))
-        slices.append(SequenceSlice(first, chunk.length, chunk.end, runs, cold))
+        numbers = kv.cold_superblocks(sequence.seq_id)
+        slices.append(SequenceSlice(first, chunk.length, chunk.end, runs, cold, numbers))
         for tokens, rows in _image_rows(chunk, rows_of):
             image_tokens.append(tokens + (first - chunk.start))
             image_rows.append(rows)
@@ -94,6 +99,13 @@ def build(
             start = last - chunk.length + 1
             logits_rows += range(start, start + count)
 
+    pieces = [piece for chunk, piece in zip(plan.chunks, slices, strict=True) if chunk.samples]
+    watched = [
+        Watched(sample, piece, watch)
+        for sample, ((chunk, _), piece) in enumerate(zip(sampled, pieces, strict=True))
+        if (watch := watch_of(chunk)) is not None
+    ]
+
     def move(array: np.ndarray | list[int]) -> Tensor:
         return torch.as_tensor(np.asarray(array, dtype=np.int64)).to(device, non_blocking=True)
 
@@ -106,6 +118,7 @@ def build(
         logits_rows=move(logits_rows),
         sampled=tuple(chunk for chunk, _ in sampled),
         prompt_rows=tuple(prompt_rows),
+        evidence=Recorder(watched) if watched else None,
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from chunked_prefill.request import Request
-from lm_engine.outputs import RequestOutput
+from lm_engine.outputs import Estimate, RequestError, RequestOutput
 from vision_encoder.plan import ImagePlan
 
 
@@ -48,6 +48,8 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
     device: str = "cpu"
+    num_layers: int = 0
+    """Layers of the decoder; 0 where nobody said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,37 @@ class Histogram:
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     total: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """The tiers behind the device. Superblocks have 256 tokens; counters count since the start."""
+
+    host_superblocks: int = 0
+    host_used: int = 0
+    """Superblocks that a sequence or a copy refers to."""
+    host_cached: int = 0
+    """Superblocks kept for reuse; they are as good as free."""
+    host_evictions: int = 0
+    host_cleared: int = 0
+    disk_superblocks: int = 0
+    """That the disk tier may hold; 0 without one."""
+    disk_cached: int = 0
+    disk_evictions: int = 0
+    disk_cleared: int = 0
+    disk_broken: int = 0
+    """Files that did not check out, and were removed."""
+    copies_awaited: int = 0
+    """Copies between tiers whose end somebody waits for."""
+    oldest_copy_age_s: float = 0.0
+    stalled_s: float = 0.0
+    """That the loop slept for copies with nothing else to do."""
+    staging_stalled_s: float = 0.0
+    """That attention waited for a piece of a cold context."""
+    bytes_copied: tuple[tuple[str, int], ...] = ()
+    """(direction, bytes) of copies that succeeded; directions as in kv_offload.tickets."""
+    failures: tuple[tuple[str, str, int], ...] = ()
+    """(direction, cause, copies)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +117,10 @@ class EngineStats:
     """The rest of them."""
     prefix_cache_queries: int = 0
     """Tokens of prompts that were looked up: all but those that ask for prompt_logprobs."""
+    prompt_tokens_from_host: int = 0
+    """Of the cached ones, those whose KV lay on the host."""
+    prompt_tokens_from_disk: int = 0
+    """Of the cached ones, those whose KV lay on disk only."""
     kv_evictions: int = 0
     """Cached blocks given up for room."""
     kv_cleared: int = 0
@@ -94,6 +131,8 @@ class EngineStats:
     image_cache_hits: int = 0
     images_encoded: int = 0
     iteration_tokens: Histogram | None = None
+    tiers: TierStats | None = None
+    """None without a host tier."""
 
 
 Phase = Literal["starting", "loading", "ready", "draining", "failed"]
@@ -128,6 +167,12 @@ class EngineClient(Protocol):
     ) -> AsyncIterator[RequestOutput]:
         """Events of the request until the one with `finished` set. Closing the iterator early
         aborts the request and frees everything it holds."""
+        ...
+
+    async def estimate(
+        self, request: Request, media: tuple[MediaItem, ...]
+    ) -> Estimate | RequestError:
+        """What the request could expect if it were submitted now; nothing is admitted."""
         ...
 
     def reset_prefix_cache(self, tenant: str) -> bool:

@@ -30,11 +30,14 @@ from lm_engine import batch as batches
 from lm_engine.admission import check
 from lm_engine.batch import ForwardBatch
 from lm_engine.client import EngineStats, Histogram, MediaItem, ModelInfo
+from lm_engine.estimate import Outlook, too_late
+from lm_engine.evidence import Watch
 from lm_engine.finish import token_bytes_table
 from lm_engine.images import ImageFailure, ImageFeed, ImageWork
+from lm_engine.kv_tiers import tier_stats
 from lm_engine.live import LiveRequest
 from lm_engine.options import EngineOptions
-from lm_engine.outputs import RequestError, RequestOutput
+from lm_engine.outputs import Estimate, RequestError, RequestOutput
 from lm_engine.runner import Runner
 from lm_engine.sampler import logprobs_of, sample_each
 from vision_encoder.link import VisionLink
@@ -44,6 +47,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_STEPS_AHEAD = 16
+"""Steps that an estimate on arrival walks one by one: everybody waits for it meanwhile."""
+_COPY_WAIT_S = 0.005
+"""Longest sleep for a copy between tiers: who comes meanwhile waits as long."""
 _ITERATION_BOUNDS = tuple(float(1 << i) for i in range(15))
 INTERNAL = RequestError("internal", "the engine failed while computing this request")
 
@@ -78,6 +85,11 @@ class Engine:
         self._prompt_tokens = self._generation_tokens = 0
         self._cached = self._uncached = self._looked_up = 0
         """Prompt tokens by where their KV came from, and those that the cache was asked for."""
+        self._from_host = self._from_disk = 0
+        """Of those that were cached."""
+        self._outlook = Outlook(scheduler, images)
+        self._computing: tuple[StepPlan, float] | None = None
+        """The step under way, and when it began (time.perf_counter)."""
         self._iterations = [0] * (len(_ITERATION_BOUNDS) + 1)
         self._iteration_total = 0
 
@@ -111,11 +123,59 @@ class Engine:
 
     def add(self, request: Request, media: tuple[MediaItem, ...] = ()) -> list[RequestOutput]:
         """Admits a request, or refuses it before any compute with an event that says why."""
+        error = self._refusal(request, media)
+        if error is None and request.request_id in self._live:
+            error = RequestError("invalid", "a request with this id is running", "request_id")
+        if error is not None:
+            return [RequestOutput(request.request_id, finished=True, error=error)]
+        live = LiveRequest(request, next(self._orders), next(self._seq_ids))
+        live.watch = Watch.of(request, self.runner.decoder.config.windows)
+        first = live.sequences[0]
+        estimate = None
+        if request.wants_estimate or request.must_meet_ttft:
+            estimate = self._outlook.of(first, media, most_steps=_STEPS_AHEAD)
+            if late := too_late(request, estimate):
+                self.scheduler.kv.free(first.seq_id)
+                return [RequestOutput(request.request_id, finished=True, error=late)]
+        self._live[request.request_id] = live
+        if self.images is not None:
+            self.images.add(request.request_id, media)
+        self.scheduler.add(first)
+        return [] if estimate is None else [RequestOutput(request.request_id, estimate=estimate)]
+
+    def estimate(
+        self,
+        request: Request,
+        media: tuple[MediaItem, ...] = (),
+        arrived: SequenceOf[Request] = (),
+    ) -> Estimate | RequestError:
+        """What the request could expect if it came now, after those that have `arrived` and are
+        still to be added; nothing is held or computed. May be called while a step is computed (see
+        `between_layers`)."""
+        if error := self._refusal(request, media):
+            return error
+        before = [self._nobody(one) for one in arrived]
+        sequence = self._nobody(request)
+        try:
+            return self._outlook.of(sequence, media, before, computing=self._computing)
+        finally:
+            for one in (*before, sequence):
+                self.scheduler.kv.free(one.seq_id)
+
+    def _nobody(self, request: Request) -> Sequence:
+        """A sequence that is not served."""
+        return Sequence(request, next(self._seq_ids), next(self._orders))
+
+    def between_layers(self, call: Callable[[], None] | None) -> None:
+        """`call` is called by each layer of each step, on this thread. It may ask for estimates,
+        and nothing else of the engine."""
+        self.runner.between_layers = call
+
+    def _refusal(self, request: Request, media: tuple[MediaItem, ...]) -> RequestError | None:
+        """Why this engine can never serve the request."""
         error = check(request, media, self.info)
         if error is None and request.image_spans and self.images is None:
             error = RequestError("invalid", "this model takes no images", media[0].param)
-        if error is None and request.request_id in self._live:
-            error = RequestError("invalid", "a request with this id is running", "request_id")
         if error is None and (never := self.scheduler.never_fits(request)):
             error = RequestError(
                 "never_fits",
@@ -123,14 +183,7 @@ class Engine:
                 f"{never.have_tokens}; {never.remedy}",
                 "max_tokens",
             )
-        if error is not None:
-            return [RequestOutput(request.request_id, finished=True, error=error)]
-        live = LiveRequest(request, next(self._orders), next(self._seq_ids))
-        self._live[request.request_id] = live
-        if self.images is not None:
-            self.images.add(request.request_id, media)
-        self.scheduler.add(live.sequences[0])
-        return []
+        return error
 
     def abort(self, request_id: str) -> None:
         """Ends a request without further events and frees everything it holds."""
@@ -139,10 +192,15 @@ class Engine:
 
     def reset_prefix_cache(self, tenant: str) -> None:
         """Forgets the KV that the tenant's requests have left; those that run keep theirs."""
-        self.scheduler.kv.cache.clear(tenant)
+        self.scheduler.kv.clear(tenant)
 
     def has_work(self) -> bool:
-        return bool(self._live) or (self.images is not None and self.images.busy())
+        seeing = self.images is not None and self.images.busy()
+        return bool(self._live) or seeing or self.scheduler.kv.copying
+
+    def close(self) -> None:
+        """Ends copies between tiers, and leaves the disk tier's folder; no step after this."""
+        self.scheduler.kv.close()
 
     def vision_restarted(self, suspects: Iterable[bytes] | None = None) -> list[RequestOutput]:
         """The vision stage is a new process; its jobs in flight are submitted again."""
@@ -151,15 +209,20 @@ class Engine:
     # -- one step -----------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Advances whatever can advance; returns at once when nothing can."""
+        """Advances whatever can advance. When nothing can, returns at once, or when a copy between
+        tiers ended, if some are under way."""
+        self.scheduler.take_loaded()
         outputs = self._pump_images()
         plan = self.scheduler.schedule()
         for sequence in plan.preempted:
             self._drop_rows(sequence)
         if not plan.chunks:
+            if not outputs and not plan.preempted:
+                self.scheduler.kv.wait(_COPY_WAIT_S)
             return outputs
         live = {c.sequence.request.request_id: None for c in plan.chunks}
         started = time.perf_counter()
+        self._computing = (plan, started)
         try:
             batch = self._build(plan)
             logits = self.runner.forward(batch, plan.copies)
@@ -168,6 +231,8 @@ class Engine:
         except Exception:
             logger.exception("step %d failed with %d chunks", plan.step, len(plan.chunks))
             return outputs + self._fail(ImageFailure(name, INTERNAL) for name in live)
+        finally:
+            self._computing = None
         load = StepLoad.of((chunk.start, chunk.length) for chunk in plan.chunks)
         self.scheduler.budget.observe(load, time.perf_counter() - started)
         outputs += self._fail(ImageFailure(name, INTERNAL) for name in failed)
@@ -189,11 +254,20 @@ class Engine:
             sequence = chunk.sequence
             return sequence.choice == 0 and self._owner(sequence).wants_prompt_logprobs
 
+        def watch_of(chunk: ScheduledChunk) -> Watch | None:
+            return self._owner(chunk.sequence).watch
+
         for chunk in plan.chunks:
             self._count_prompt(chunk.sequence)
         rows_of = self.images.arena.rows if self.images else _no_rows
         return batches.build(
-            plan, self.scheduler.kv, rows_of, wants, mrope=self._mrope, device=self._device
+            plan,
+            self.scheduler.kv,
+            rows_of,
+            wants,
+            watch_of,
+            mrope=self._mrope,
+            device=self._device,
         )
 
     def _count_prompt(self, sequence: Sequence) -> None:
@@ -202,6 +276,9 @@ class Engine:
             return
         prompt = live.request.num_prompt_tokens
         self._cached += live.cached_tokens
+        sources = self.scheduler.kv.sources(sequence.seq_id)
+        self._from_host += sources.host
+        self._from_disk += sources.disk
         self._uncached += prompt - live.cached_tokens
         if self.scheduler.kv.prefix_caching and live.request.sampling.prompt_logprobs is None:
             self._looked_up += prompt
@@ -239,7 +316,8 @@ class Engine:
         if len(samples) != len(picked):
             picked = logits[[row for row, _ in samples]]
         params = [self._owner(sequence).row(sequence, self._eos) for _, sequence in samples]
-        for (_, sequence), found_token in zip(
+        masses = {} if batch.evidence is None else batch.evidence.masses()
+        for (row, sequence), found_token in zip(
             samples, sample_each(picked, params, self._bytes_of), strict=True
         ):
             name = sequence.request.request_id
@@ -248,6 +326,8 @@ class Engine:
                 failed.add(name)
                 continue
             self._generation_tokens += 1
+            if row in masses:
+                self._owner(sequence).saw(sequence, masses[row])
             if self._owner(sequence).push(sequence, found_token, self.tokenizer, self._eos):
                 self._drop_rows(sequence)
                 self.scheduler.finish(sequence)
@@ -322,6 +402,8 @@ class Engine:
             prompt_tokens_cached=self._cached,
             prompt_tokens_uncached=self._uncached,
             prefix_cache_queries=self._looked_up,
+            prompt_tokens_from_host=self._from_host,
+            prompt_tokens_from_disk=self._from_disk,
             kv_evictions=cache.num_evicted,
             kv_cleared=cache.num_cleared,
             generation_tokens=self._generation_tokens,
@@ -332,6 +414,7 @@ class Engine:
             iteration_tokens=Histogram(
                 _ITERATION_BOUNDS, tuple(self._iterations), float(self._iteration_total)
             ),
+            tiers=tier_stats(self.scheduler.kv),
         )
 
     def check_invariants(self) -> None:
@@ -344,10 +427,11 @@ class Engine:
         if known != held:
             raise AssertionError(f"requests own sequences {known}, the scheduler {held}")
         kv = self.scheduler.kv
-        if not known and kv.pool.num_used != kv.cache.num_idle:
+        copied, idle = kv.cache.num_held, kv.cache.num_idle
+        if not known and kv.pool.num_used != idle + copied:
             raise AssertionError(
-                f"at idle {kv.pool.num_free} blocks are free and {kv.cache.num_idle} cached, of "
-                f"{kv.pool.num_blocks}"
+                f"at idle {kv.pool.num_free} blocks are free, {idle} cached and {copied} copied, "
+                f"of {kv.pool.num_blocks}"
             )
 
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from chunked_prefill.request import ImageSpan
 from chunked_prefill.sequence import Sequence
 from lm_engine.client import MediaItem
+from lm_engine.estimate import ImagePace
 from lm_engine.outputs import RequestError
 from vision_encoder.embedding_arena import Acquired, EmbeddingArena
 from vision_encoder.link import EncodeJob, EncodeResult, VisionLink
@@ -73,6 +75,9 @@ class ImageFeed:
         """Request of each sequence that holds something."""
         self._jobs: set[bytes] = set()
         """Images in flight."""
+        self.pace = ImagePace()
+        self._working_since_s = 0.0
+        """When the stage began with what it works on: its last reply, or a job when it had none."""
 
     def add(self, request_id: str, items: Iterable[MediaItem]) -> None:
         by_key = {item.key: item for item in items}
@@ -96,6 +101,23 @@ class ImageFeed:
         """Requests whose last image was found to be sound since the last call."""
         checked, self._checked = self._checked, []
         return checked
+
+    def ready_in_s(
+        self, line: Iterable[Sequence], candidate: Sequence, media: Iterable[MediaItem]
+    ) -> dict[bytes, float]:
+        """See estimate.Images."""
+        own = {item.key: item for item in media}
+        worked_s = time.monotonic() - self._working_since_s if self._jobs else 0.0
+        begun_s = 0.0
+        ready: dict[bytes, float] = {}
+        for sequence in (*line, candidate):
+            known = own if sequence is candidate else self._media[sequence.request.request_id].items
+            for span in sequence.request.image_spans:
+                done = span.end <= sequence.num_computed_tokens or self.arena.is_ready(span.key)
+                if not done and span.key not in ready:
+                    begun_s += self.pace.seconds(known[span.key].plan.num_patches)
+                    ready[span.key] = max(0.0, begun_s - worked_s)
+        return ready
 
     # -- before a step ------------------------------------------------------------------------
 
@@ -192,6 +214,8 @@ class ImageFeed:
             self.link.cancel(key, self.arena.epoch)
 
     def _submit(self, item: MediaItem, urgency: tuple[int, int]) -> None:
+        if not self._jobs:
+            self._working_since_s = time.monotonic()
         self._jobs.add(item.key)
         self.link.submit(
             EncodeJob(
@@ -229,6 +253,7 @@ class ImageFeed:
         if result.epoch != self.arena.epoch:
             return []
         self._jobs.discard(result.key)
+        self._working_since_s = time.monotonic()
         if result.error in (CANCELLED, BYTES_GONE):
             if self.arena.mark_cancelled(result.key, result.epoch):
                 return self._resubmit(result.key)
@@ -236,8 +261,11 @@ class ImageFeed:
         if result.error is None:
             holders = self.arena.holders(result.key)
             self.arena.mark_ready(result.key, result.epoch)
-            for request_id in self._requests_of(holders):
+            for place, request_id in enumerate(self._requests_of(holders)):
                 media = self._media[request_id]
+                if place == 0:
+                    patches = media.items[result.key].plan.num_patches
+                    self.pace.observe(patches, result.image_decode_s + result.encode_s)
                 media.image_decode_s += result.image_decode_s
                 media.encode_s += result.encode_s
                 self._mark_checked(result.key, request_id)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from chunked_prefill.budget import Budget, TimeBudget, TokenBudget
-from chunked_prefill.step_time import StepTimeEstimator, prior_model
 from kv_offload.host_memory import HostMemory, HostMemoryError, superblocks_in_budget
 from kv_offload.host_pool import HostPool
 from kv_offload.kv_manager import KVManager
@@ -26,12 +24,6 @@ _CPU_KV_SHARE = 0.25
 cost, and the rest stays for weights that are still to be read and for other processes."""
 _CUDA_KV_SHARE = 0.9
 _MIN_CONTEXT = 256
-_CPU_TPOT_S, _CUDA_TPOT_S = 0.2, 0.05
-"""Default promises: reading speed where arithmetic is dear, the field's usual one where not."""
-_STEP_SHARE = 0.75
-"""Of the promise that a step may plan for; the rest is for what no model of steps foresees."""
-_CPU_FLOPS, _CUDA_FLOPS = 5e10, 1e14
-"""Guesses that the first steps correct."""
 
 
 class HostTierError(LoadError):
@@ -40,29 +32,6 @@ class HostTierError(LoadError):
 
 class ContextTooLongError(LoadError):
     """--max-model-len asks for more than the model or the memory has."""
-
-
-def step_budget(options: EngineOptions, config: DecoderConfig, device: torch.device) -> Budget:
-    promise = options.tpot_slo_s
-    if promise is None:
-        promise = _CPU_TPOT_S if device.type == "cpu" else _CUDA_TPOT_S
-    if promise == 0:
-        return TokenBudget(options.max_num_batched_tokens)
-    attention_width = config.num_heads * config.head_dim
-    kv_width = config.num_kv_heads * config.head_dim
-    weights = (
-        config.num_layers
-        * config.hidden_size
-        * (2 * attention_width + 2 * kv_width + 3 * config.intermediate_size)
-    )
-    prior = prior_model(
-        linear_flops_per_token=2 * weights,
-        attention_flops_per_pair=4 * attention_width * config.num_layers,
-        flops_per_s=_CPU_FLOPS if device.type == "cpu" else _CUDA_FLOPS,
-    )
-    return TimeBudget(
-        options.max_num_batched_tokens, _STEP_SHARE * promise, StepTimeEstimator(prior)
-    )
 
 
 def host_memory(

@@ -9,13 +9,16 @@ from __future__ import annotations
 import secrets
 import time
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from chunked_prefill.request import Request
 from chunked_prefill.sequence import Sequence
+from lm_engine.evidence import Tally, Watch
 from lm_engine.finish import TextState
 from lm_engine.images import ImageWork
 from lm_engine.outputs import (
+    Evidence,
     RequestError,
     RequestOutput,
     SequenceDelta,
@@ -47,6 +50,9 @@ class LiveRequest:
         self._deltas: list[SequenceDelta] = []
         self._prompt_done = False
         self._usage_told = False
+        self.watch: Watch | None = None
+        """What is recorded of its attention, if anything is."""
+        self._tallies: dict[int, Tally] = {}
 
     def scheduled(self, sequence: Sequence) -> bool:
         """A chunk of the sequence is computed now; True for the request's first one. What the
@@ -93,6 +99,7 @@ class LiveRequest:
                 logprobs=None if sampled.logprob is None else (sampled.logprob,),
                 finish_reason=advance.finish_reason,
                 stop_reason=advance.stop_reason,
+                evidence=None if advance.finish_reason is None else self._evidence(sequence.choice),
             )
         )
         if advance.finish_reason is None:
@@ -100,6 +107,17 @@ class LiveRequest:
         del self.sequences[sequence.choice]
         self._histories.pop(sequence.choice, None)
         return True
+
+    # -- evidence -----------------------------------------------------------------------------
+
+    def saw(self, sequence: Sequence, masses: np.ndarray) -> None:
+        """Attention of the row that the choice's next token is sampled from (Recorder.masses)."""
+        assert self.watch is not None
+        self._tallies.setdefault(sequence.choice, Tally(self.watch)).add(masses)
+
+    def _evidence(self, choice: int) -> Evidence | None:
+        tally = self._tallies.pop(choice, None)
+        return None if tally is None else tally.evidence()
 
     # -- prompt log-probabilities -------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, cast
 from chunked_prefill.request import Request, SamplingParams
 from lm_engine.client import MediaItem
 from lm_engine.outputs import (
+    Evidence,
     FinishReason,
     RequestError,
     RequestOutput,
@@ -46,6 +47,8 @@ class Choice:
     """One per token; None unless SamplingParams.logprobs asked."""
     finish_reason: FinishReason
     stop_reason: str | int | None = None
+    evidence: Evidence | None = None
+    """Where its attention went, if SamplingParams.evidence asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +229,7 @@ def _choice(deltas: list[SequenceDelta]) -> Choice:
         logprobs,
         last.finish_reason,
         last.stop_reason,
+        last.evidence,
     )
 
 

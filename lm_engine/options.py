@@ -7,6 +7,9 @@ Owns: EngineOptions, frozen. Does not own: where a value came from (api/config.p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+ColdKV = Literal["auto", "cpu", "stream"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +29,27 @@ class EngineOptions:
     tpot_slo_s: float | None = None
     """Promised time per output token, which a step that also prefills is kept under; 0: none, the
     token budget alone; None: 0.2 on the CPU, 0.05 elsewhere."""
+    ttft_slo_s: float | None = None
+    """Promised time from a request's arrival to its first token, three times what it takes alone if
+    that is more; None: four times what 512 tokens take on this machine."""
+    scheduling_policy: str = "deadline"
+    """deadline: prompts by when their first token is due; fcfs: by arrival."""
     block_size: int = 16
     prefix_caching: bool = True
     """Whether a prompt that begins as an earlier one of its tenant starts from that one's KV."""
     kv_memory_bytes: int | None = None
     """Hard limit of the device's KV pool; None takes a share of what is free."""
     host_kv_bytes: int | None = None
-    """Memory of the host tier, which holds the beginnings of contexts that the pool cannot hold;
-    None: no such tier."""
+    """Memory of the host tier, which holds the beginnings of contexts that the pool cannot hold,
+    and with prefix caching what the pool has to give up; None: no such tier."""
+    disk_kv_path: str | None = None
+    """Folder of the disk tier, which keeps the KV of prompts when the host tier gives it up, and
+    over a restart; None: no such tier. It needs a host tier."""
+    disk_kv_bytes: int = 16 << 30
+    """Bytes that the disk tier may take."""
+    cold_kv: ColdKV = "auto"
+    """How KV in the host tier is attended: stream brings it to the device piece by piece, cpu lets
+    the CPU attend it where it lies; auto is cpu on the CPU, and the cheaper of both on CUDA."""
     embedding_rows: int | None = None
     """Rows of the embedding arena; None takes 8192, or the largest image if that is more."""
     threads: int | None = None

@@ -57,6 +57,46 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Evidence:
+    """Where one choice's attention went, mean over heads, `layers` and the `rows` that its tokens
+    were sampled from. sink_mass + answer_mass + sum(masses) = 1."""
+
+    layers: tuple[int, ...]
+    interval: int
+    """Tokens per interval: masses[i] is of prompt tokens [i * interval, (i + 1) * interval)."""
+    sink_tokens: int
+    """First tokens of the prompt, whose mass counts in no interval."""
+    prompt_tokens: int
+    rows: int
+    sink_mass: float
+    answer_mass: float
+    """On tokens of the answer itself."""
+    masses: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a request can expect if nobody else comes (lm_engine/estimate.py). Seconds count from
+    the request's arrival, or from the question where there is none."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Of the prompt, those whose KV need not be computed."""
+    image_tokens: int
+    ttft_s: float
+    queue_s: float
+    """Until its first token of the prompt is computed."""
+    isolated_s: float
+    """Seconds of computing to the first token on an idle server, with what the cache has now."""
+    running: int
+    waiting: int
+    ahead_tokens: int
+    """Tokens of other prompts that go before the last of this one."""
+    calibrated: bool
+    """False while the server has hardly seen how long its steps take."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceDelta:
     """What one step added to one choice. Concatenated `text` equals the unstreamed text."""
 
@@ -67,6 +107,8 @@ class SequenceDelta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the choice, if one did."""
+    evidence: Evidence | None = None
+    """With the choice's last delta, if SamplingParams.evidence asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +121,8 @@ class RequestOutput:
 
     request_id: str
     deltas: tuple[SequenceDelta, ...] = ()
+    estimate: Estimate | None = None
+    """The request's first event, if Request.wants_estimate asked for it."""
     media_checked: bool = False
     """Set once, when every image of the request has been decoded without fault."""
     prompt_progress: tuple[int, int] | None = None
@@ -96,7 +140,9 @@ class RequestError:
     """Why a request failed. `kind` decides the HTTP status; `message` is for the user and
     contains no internals."""
 
-    kind: Literal["invalid", "never_fits", "media", "overloaded", "internal"]
+    kind: Literal["invalid", "never_fits", "media", "overloaded", "late", "internal"]
     message: str
     param: str | None = None
     """The field at fault, in the user's terms, such as "messages.0.content.1"."""
+    retry_after_s: float | None = None
+    """When it may be worth to try again, of a "late" one."""

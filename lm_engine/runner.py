@@ -7,15 +7,16 @@ becomes of the logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from kv_offload.copies import TierCopies
+from kv_offload.copies import TierCopies, copy_now
 from kv_offload.kv_cache import KVCache
 from kv_offload.kv_manager import BlockCopy, BlockStore
 from lm_engine.attention.base import AttentionBackend
+from lm_engine.attention.staging import StagingRing
 from lm_engine.batch import ForwardBatch
 from lm_engine.models.decoder import Decoder, Deepstack
 
@@ -24,6 +25,7 @@ class Runner:
     """Forward passes of one decoder over one KV cache.
 
     `embeddings`: [rows, 1 + num_deepstack, D], the arena's storage, or None for a text model.
+    `ring`: the staging buffers of `attention`, where it has some.
     """
 
     def __init__(
@@ -32,11 +34,15 @@ class Runner:
         cache: KVCache,
         attention: AttentionBackend,
         embeddings: Tensor | None = None,
+        ring: StagingRing | None = None,
     ) -> None:
         self.decoder = decoder
         self.cache = cache
         self.attention = attention
         self.embeddings = embeddings
+        self.ring = ring
+        self.between_layers: Callable[[], None] | None = None
+        """Called by each layer, so that a long step need not leave small questions waiting."""
         self.tiers = None if cache.host is None else TierCopies(cache, cache.host)
 
     @torch.inference_mode()
@@ -45,16 +51,20 @@ class Runner:
         for copy in copies:
             if isinstance(copy, BlockStore):
                 assert self.tiers is not None
-                self.tiers.store(copy.blocks, copy.slot).run()
+                copy_now(self.tiers.store(copy.blocks, copy.slot), self.cache.device)
             else:
                 self.cache.copy_blocks([copy.source], [copy.target])
         hidden = self.decoder.embed(batch.token_ids)
         deepstack = self._place_images(hidden, batch)
-        config = self.decoder.config
+        config, evidence = self.decoder.config, batch.evidence
+
+        between_layers = self.between_layers
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if between_layers is not None:
+                between_layers()
             self.cache.write(layer, batch.attention.slots, k, v)
-            out, _ = self.attention.attend(
+            out, lse = self.attention.attend(
                 layer,
                 q,
                 batch.attention,
@@ -62,9 +72,18 @@ class Runner:
                 window=config.windows[layer],
                 scale=config.scale,
             )
+            if evidence is not None:
+                evidence.observe(
+                    layer, q, lse, self.cache, window=config.windows[layer], scale=config.scale
+                )
             return out
 
-        hidden = self.decoder(hidden, batch.positions, attend, deepstack)
+        try:
+            hidden = self.decoder(hidden, batch.positions, attend, deepstack)
+        except BaseException:
+            if self.ring is not None:
+                self.ring.reset()
+            raise
         return self.decoder.logits(hidden[batch.logits_rows])
 
     def _place_images(self, hidden: Tensor, batch: ForwardBatch) -> Deepstack | None:

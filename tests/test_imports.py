@@ -121,4 +121,6 @@ def test_every_module_says_what_it_owns(folder: str) -> None:
         assert doc, f"{path.relative_to(ROOT)} has no opening"
         if path.name != "__init__.py":
             assert "Owns:" in doc, f"{path.relative_to(ROOT)} does not say what it owns"
-            assert "not own" in " ".join(doc.split()), f"{path.relative_to(ROOT)} does not say what it does not own"
+            assert "not own" in " ".join(doc.split()), (
+                f"{path.relative_to(ROOT)} does not say what it does not own"
+            )

@@ -7,7 +7,7 @@ Does not own: storage (kv_offload/kv_cache.py), how a batch is built (batch.py),
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,9 @@ class SequenceSlice:
     """The block table as stretches of consecutive blocks: (first block, blocks), in order."""
     cold: tuple[int, ...] = ()
     """Host slots of the superblocks that hold the context's beginning; `runs` hold the rest."""
+    superblocks: tuple[int, ...] = ()
+    """The same superblocks' numbers in the host's pool, by which they are copied; may be left out
+    where nothing is."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.query_len <= self.context_len:
@@ -41,6 +44,10 @@ class SequenceSlice:
                 f"query_len is {self.query_len} with context_len {self.context_len}; a slice has "
                 "at least one row, and its rows are the last of its context"
             )
+
+    @property
+    def cold_tokens(self) -> int:
+        return len(self.cold) * SUPERBLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +138,7 @@ def stretches(
         low, high = max(start, position), min(end, position + SUPERBLOCK_TOKENS)
         if low < high:
             found.append(Stretch(low - position, high - low, host))
-    position = len(sequence.cold) * SUPERBLOCK_TOKENS
+    position = sequence.cold_tokens
     for first_block, num_blocks in sequence.runs:
         size = num_blocks * block_size
         low, high = max(start, position), min(end, position + size)
@@ -163,15 +170,45 @@ def pieces(
         start = stop
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Staged:
+    """Cold superblocks of one layer that lie in a staging buffer."""
+
+    both: torch.Tensor
+    """[2, Hkv, T, d] view of keys and values."""
+    places: Mapping[int, int]
+    """Host slot to the first token of its superblock."""
+
+
 def gather(
-    layer: int, where: tuple[Stretch, ...], cache: KVCache
+    layer: int, where: tuple[Stretch, ...], cache: KVCache, staged: Staged | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [Hkv, n, d] of the stretches in order: a view if they are one, else a copy.
-    Raises ValueError for a cold stretch when the cache has no host memory."""
-    parts = [_part(layer, stretch, cache) for stretch in where]
+    Cold stretches are read from `staged` where it is given, else from the host and brought to the
+    device. Raises ValueError for a cold stretch when the cache has no host memory."""
+    if staged is not None:
+        where = _in_buffer(where, staged.places)
+        slices = (staged.both[:, :, s.slot : s.slot + s.length] for s in where)
+        parts = [(both[0], both[1]) for both in slices]
+    else:
+        parts = [_part(layer, stretch, cache) for stretch in where]
     if len(parts) == 1:
         return parts[0]
     return torch.cat([k for k, _ in parts], dim=1), torch.cat([v for _, v in parts], dim=1)
+
+
+def _in_buffer(where: tuple[Stretch, ...], places: Mapping[int, int]) -> tuple[Stretch, ...]:
+    """Cold stretches by their slots in the buffer, neighbours joined."""
+    found: list[Stretch] = []
+    for stretch in where:
+        assert stretch.host is not None
+        slot = places[stretch.host] + stretch.slot
+        last = found[-1] if found else None
+        if last is not None and last.slot + last.length == slot:
+            found[-1] = Stretch(last.slot, last.length + stretch.length)
+        else:
+            found.append(Stretch(slot, stretch.length))
+    return tuple(found)
 
 
 def _part(layer: int, stretch: Stretch, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,8 @@
 """Attention on the CPU with torch's own kernels.
 
-Owns: CpuAttention, which sends chunks to the flash kernel and batches of lone rows to ragged.py,
-and the traps of that kernel. Does not own: the cutting of contexts (dense.py) or the merge
-(merge.py).
+Owns: CpuAttention, which sends chunks to the flash kernel and batches of lone rows to ragged.py.
+Does not own: that kernel's traps (cpu_kernel.py), the cutting of contexts (dense.py), staged cold
+keys (cold_parts.py) or the merge (merge.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from lm_engine.attention.base import (
     SequenceSlice,
     stretches,
 )
+from lm_engine.attention.cold_parts import ColdParts
+from lm_engine.attention.cpu_kernel import flash_cpu
 from lm_engine.attention.dense import RowGroup, attend_group, plan_rows
 from lm_engine.attention.ragged import RaggedKeys, RaggedRows, fits
 
@@ -34,40 +36,6 @@ _MOST_RAGGED_ENTRIES = 1 << 21
 """Scores of one ragged batch (8 MB, and as much for their columns); more rows start another."""
 
 
-def flash_cpu(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's flash kernel for the CPU; a DenseKernel.
-
-    It reads strided views and grouped heads as they are. Its causal mask starts at the top left.
-    A row that sees no key would get a log-sum-exp of 0 instead of -inf: DenseKernel's callers never
-    ask for one. Without a mask the query heads of a KV head become rows of one head, which gives
-    the kernel larger blocks: 150 against 125 GFLOP/s on two AVX-512 cores.
-    """
-    _, heads, rows, dim = q.shape
-    if mask is None and not causal and rows > 1 and heads > k.shape[1]:
-        folded = q.reshape(1, k.shape[1], -1, dim)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-            folded, k, v, 0.0, False, scale=scale
-        )
-        return out.reshape(1, heads, rows, dim), lse.reshape(1, heads, rows)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        q, k, v, 0.0, causal, attn_mask=None if mask is None else _additive(mask, q), scale=scale
-    )
-    return out, lse
-
-
-def _additive(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    bias = torch.zeros(mask.shape, dtype=q.dtype)
-    return bias.masked_fill_(~mask, -torch.inf)
-
-
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """How one batch is attended under one window, prepared once for all layers."""
@@ -77,10 +45,16 @@ class _Plan:
 
 
 class CpuAttention:
-    """AttentionBackend for the CPU. Use one per engine: it remembers the batch it prepared last."""
+    """AttentionBackend for the CPU. Use one per engine: it remembers the batch it prepared last.
 
-    def __init__(self, split_tokens: int = DEFAULT_SPLIT_TOKENS) -> None:
+    `cold` adds cold keys to what is on the device; without it they are gathered like all others.
+    """
+
+    def __init__(
+        self, split_tokens: int = DEFAULT_SPLIT_TOKENS, cold: ColdParts | None = None
+    ) -> None:
         self.split_tokens = split_tokens
+        self._cold = cold
         self._prepared_for: tuple[AttentionBatch, KVCache] | None = None
         self._plans: dict[tuple[int, int | None], _Plan] = {}
 
@@ -96,6 +70,9 @@ class CpuAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See AttentionBackend.attend."""
         plan = self._plan(batch, cache, q.shape[1], window)
+        cold = self._cold if any(s.cold for s in batch.sequences) else None
+        if cold is not None:
+            cold.begin(q, batch, cache)
         parts: list[tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor]] = [
             (rows.selection, *rows.attend(layer, q[rows.selection], cache, scale))
             for rows in plan.ragged
@@ -103,13 +80,15 @@ class CpuAttention:
         for group in plan.groups:
             selection = slice(group.first_row, group.first_row + group.num_rows)
             parts.append((selection, *attend_group(flash_cpu, layer, q, group, cache, scale)))
-        if len(parts) == 1:
+        if len(parts) == 1 and cold is None:
             return parts[0][1].to(q.dtype).contiguous(), parts[0][2].contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty(q.shape, dtype=q.dtype if cold is None else torch.float32)
         lse = torch.empty(q.shape[:2])
         for rows_of, part, part_lse in parts:
             out[rows_of], lse[rows_of] = part, part_lse
-        return out, lse
+        if cold is not None:
+            cold.add(layer, q, window, scale, out, lse)
+        return out.to(q.dtype), lse
 
     def _plan(
         self, batch: AttentionBatch, cache: KVCache, num_heads: int, window: int | None
@@ -122,6 +101,9 @@ class CpuAttention:
         if plan is None:
             plan = self._plans[(num_heads, window)] = self._prepare(batch, cache, num_heads, window)
         return plan
+
+    def _first_here(self, sequence: SequenceSlice) -> int:
+        return 0 if self._cold is None else sequence.cold_tokens
 
     def _prepare(
         self, batch: AttentionBatch, cache: KVCache, num_heads: int, window: int | None
@@ -139,7 +121,9 @@ class CpuAttention:
         groups = [
             group
             for sequence in dense
-            for group in plan_rows(sequence, cache, self.split_tokens, window)
+            for group in plan_rows(
+                sequence, cache, self.split_tokens, window, low=self._first_here(sequence)
+            )
         ]
         ragged = [
             RaggedRows(rows, num_heads, cache)

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from kv_offload.kv_cache import KVCache
-from lm_engine.attention.base import SequenceSlice, Stretch, gather, pieces, stretches
+from lm_engine.attention.base import SequenceSlice, Staged, Stretch, gather, pieces, stretches
 from lm_engine.attention.merge import merge_into
 
 _MOST_ROWS = 256
@@ -70,18 +70,21 @@ class Part:
     """Per layer [1, Hkv, n, d] views, when the part's slots are consecutive; else empty."""
     stretches: tuple[Stretch, ...]
 
-    def load(self, layer: int, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+    def load(
+        self, layer: int, cache: KVCache, staged: Staged | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [1, Hkv, n, d]: views, or a copy if the slots are scattered."""
         if self.keys:
             return self.keys[layer], self.values[layer]
-        k, v = gather(layer, self.stretches, cache)
+        k, v = gather(layer, self.stretches, cache, staged)
         return k.unsqueeze(0), v.unsqueeze(0)
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Consecutive rows of one sequence with all the parts whose merge is their attention. The
-    first part covers every row of the group; later ones may cover only its first rows."""
+    """Consecutive rows of one sequence with all the parts whose merge is their attention. Where
+    keys up to the rows' own are planned, the first part covers every row of the group; others may
+    cover only its first rows."""
 
     first_row: int
     num_rows: int
@@ -89,9 +92,16 @@ class RowGroup:
 
 
 def plan_rows(
-    sequence: SequenceSlice, cache: KVCache, split: int, window: int | None
+    sequence: SequenceSlice,
+    cache: KVCache,
+    split: int,
+    window: int | None,
+    *,
+    low: int = 0,
+    high: int | None = None,
 ) -> Iterator[RowGroup]:
-    """Row groups of one sequence, in order."""
+    """Row groups of one sequence over its keys [low, high), in order; None is all from `low` on.
+    Keys that lie before the sequence's rows may be left out, at either end."""
     longest = min(sequence.query_len, _MOST_ROWS)
     if window is not None:
         longest = min(longest, max(window, _FEWEST_ROWS_UNDER_WINDOW))
@@ -108,10 +118,19 @@ def plan_rows(
             cache,
             split,
             window,
+            low,
+            high,
         )
 
 
-def _plan_group(group: SequenceSlice, cache: KVCache, split: int, window: int | None) -> RowGroup:
+def _plan_group(
+    group: SequenceSlice,
+    cache: KVCache,
+    split: int,
+    window: int | None,
+    low: int,
+    high: int | None,
+) -> RowGroup:
     rows, end = group.query_len, group.context_len
     start = end - rows
     reach = end if window is None else window
@@ -131,10 +150,11 @@ def _plan_group(group: SequenceSlice, cache: KVCache, split: int, window: int | 
 
     # A lone row sees its whole range, itself included: no diagonal.
     full_end = end if rows == 1 else start
-    full_start = min(full_end, max(0, end - reach))
-    edge_start = max(0, start - reach + 1)
+    full_end = full_end if high is None else min(full_end, high)
+    full_start = min(full_end, max(low, end - reach))
+    edge_start = max(low, start - reach + 1)
     parts: list[Part] = []
-    if rows > 1:
+    if rows > 1 and high is None:
         narrow = None if reach >= rows else _window_mask(start, rows, start, end, reach, cache)
         where = stretches(group, block_size, start, end)
         parts.append(part(rows, where, causal=narrow is None, mask=narrow))
@@ -169,29 +189,51 @@ def attend_group(
 
     Returns (out [rows, Hq, d], lse [rows, Hq] float32), possibly strided.
     """
-    out: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
-    for part in group.parts:
-        rows = q[part.first_row : part.first_row + part.num_rows]
-        k, v = part.load(layer, cache)
-        if k.dtype != q.dtype:
-            k, v = k.to(q.dtype), v.to(q.dtype)
-        part_out, part_lse = kernel(
-            rows.transpose(0, 1).unsqueeze(0),
-            k,
-            v,
-            causal=part.causal,
-            mask=part.mask,
-            scale=scale,
-        )
-        part_out = part_out.squeeze(0).transpose(0, 1)
-        part_lse = part_lse.squeeze(0).transpose(0, 1)
-        if out is None or lse is None:
-            out, lse = part_out, part_lse
-            if len(group.parts) > 1:
-                out, lse = out.float(), lse.clone()
-            continue
-        merge_into(out[: part.num_rows], lse[: part.num_rows], part_out, part_lse)
-    assert out is not None
-    assert lse is not None
+    first, *others = group.parts
+    out, lse = _attend_part(kernel, layer, q, first, cache, scale)
+    if others:
+        out, lse = out.float(), lse.clone()
+        merge_parts(kernel, layer, q, replace(group, parts=tuple(others)), cache, scale, out, lse)
     return out, lse
+
+
+def merge_parts(
+    kernel: DenseKernel,
+    layer: int,
+    q: torch.Tensor,
+    group: RowGroup,
+    cache: KVCache,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    staged: Staged | None = None,
+) -> None:
+    """Adds the group's parts, in order, to the running attention of its rows: out [rows, Hq, d] and
+    lse [rows, Hq], both float32."""
+    for part in group.parts:
+        part_out, part_lse = _attend_part(kernel, layer, q, part, cache, scale, staged)
+        merge_into(out[: part.num_rows], lse[: part.num_rows], part_out, part_lse)
+
+
+def _attend_part(
+    kernel: DenseKernel,
+    layer: int,
+    q: torch.Tensor,
+    part: Part,
+    cache: KVCache,
+    scale: float,
+    staged: Staged | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = q[part.first_row : part.first_row + part.num_rows]
+    k, v = part.load(layer, cache, staged)
+    if k.dtype != q.dtype:
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    out, lse = kernel(
+        rows.transpose(0, 1).unsqueeze(0),
+        k,
+        v,
+        causal=part.causal,
+        mask=part.mask,
+        scale=scale,
+    )
+    return out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)

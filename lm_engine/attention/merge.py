@@ -53,6 +53,14 @@ def merge(
     return result.to(outs[0].dtype), lse
 
 
+def merge_stacked(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge` of parts in which every row sees a key, stacked: outs [P, ..., d], lses [P, ...].
+    Returns float32 (out [..., d], lse [...])."""
+    lse = torch.logsumexp(lses.float(), 0)
+    weights = torch.exp(lses - lse)
+    return (outs.float() * weights.unsqueeze(-1)).sum(0), lse
+
+
 def merge_into(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> None:

@@ -1,6 +1,6 @@
-"""Which attention backend a device gets.
+"""Which attention backend a device gets, and which way its cold keys take.
 
-Owns: `select`. Does not own: the backends.
+Owns: `select`. Does not own: the backends, or what each way costs (cold_costs.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import ctypes
 
 import torch
 
+from kv_offload.kv_cache import KVCache
 from lm_engine.attention.base import DEFAULT_SPLIT_TOKENS, AttentionBackend
+from lm_engine.attention.staging import StagingRing
 
 
 def select(
@@ -19,22 +21,44 @@ def select(
     head_dim: int = 0,
     library: ctypes.CDLL | None = None,
     split_tokens: int = DEFAULT_SPLIT_TOKENS,
+    ring: StagingRing | None = None,
+    cold_kv: str = "auto",
+    cache: KVCache | None = None,
+    num_heads: int = 1,
 ) -> AttentionBackend:
     """A new backend for one engine on `device`, for keys and values of `dtype` with heads of
     `head_dim`. The CPU's is native where `library` (native/library.py) is given and can do it, else
-    torch's; CUDA has its own, and every other device gets the reference."""
+    torch's; CUDA has its own, and every other device gets the reference.
+
+    With a `ring`, cold keys are staged through it; on CUDA only where `cold_kv` is "stream", or
+    "auto" and that is cheaper than attending them on the CPU (`cache`, `num_heads`: what is
+    measured). Without one, the CPU attends them where they lie.
+    """
     kind = torch.device(device).type
     if kind == "cpu":
+        from lm_engine.attention.cold_parts import StagedParts
         from lm_engine.attention.cpu import CpuAttention
-        from lm_engine.attention.native import MOST_HEAD_DIM, NativeAttention
+        from lm_engine.attention.cpu_kernel import flash_cpu
+        from lm_engine.attention.native import NativeAttention
+        from lm_engine.attention.native_plan import MOST_HEAD_DIM
 
         if library is not None and dtype == torch.float32 and head_dim <= MOST_HEAD_DIM:
-            return NativeAttention(library)
-        return CpuAttention(split_tokens)
+            return NativeAttention(library, ring)
+        staged = None if ring is None else StagedParts(flash_cpu, ring, split_tokens)
+        return CpuAttention(split_tokens, staged)
     if kind == "cuda":
-        from lm_engine.attention.torch_cuda import CudaAttention
+        from lm_engine.attention.cold_costs import ColdChoice, measure_rates
+        from lm_engine.attention.cold_parts import HostParts, StagedParts
+        from lm_engine.attention.torch_cuda import CudaAttention, sdpa_cuda
 
-        return CudaAttention(split_tokens)
+        if cache is None or cache.host is None:
+            return CudaAttention(split_tokens)
+        choice = ColdChoice(
+            None if ring is None else StagedParts(sdpa_cuda, ring, split_tokens),
+            None if cold_kv == "stream" else HostParts(),
+            lambda: measure_rates(cache, num_heads, sdpa_cuda),
+        )
+        return CudaAttention(split_tokens, choice)
     from lm_engine.attention.reference import ReferenceAttention
 
     return ReferenceAttention(split_tokens)

@@ -11,7 +11,9 @@ import torch
 
 from kv_offload.kv_cache import KVCache
 from lm_engine.attention.base import DEFAULT_SPLIT_TOKENS, AttentionBatch
-from lm_engine.attention.dense import RowGroup, attend_group, plan_rows
+from lm_engine.attention.cold_costs import ColdChoice
+from lm_engine.attention.cold_parts import ColdParts
+from lm_engine.attention.dense import DenseKernel, RowGroup, attend_group, plan_rows
 
 
 def sdpa_cuda(
@@ -45,11 +47,22 @@ def sdpa_cuda(
 
 
 class CudaAttention:
-    """AttentionBackend for CUDA. Use one per engine: it remembers the batch it prepared last."""
+    """AttentionBackend for CUDA. Use one per engine: it remembers the batch it prepared last.
 
-    def __init__(self, split_tokens: int = DEFAULT_SPLIT_TOKENS) -> None:
+    `cold` says how the cold keys of a batch are added to what is on the device; without it they are
+    brought over in the queue of compute, each time they are read. `kernel` replaces sdpa_cuda.
+    """
+
+    def __init__(
+        self,
+        split_tokens: int = DEFAULT_SPLIT_TOKENS,
+        cold: ColdChoice | None = None,
+        kernel: DenseKernel = sdpa_cuda,
+    ) -> None:
         self.split_tokens = split_tokens
+        self._choice, self._kernel = cold, kernel
         self._prepared_for: tuple[AttentionBatch, KVCache] | None = None
+        self._cold: ColdParts | None = None
         self._plans: dict[int | None, tuple[RowGroup, ...]] = {}
 
     def attend(
@@ -67,15 +80,28 @@ class CudaAttention:
         if known is None or known[0] is not batch or known[1] is not cache:
             self._prepared_for = (batch, cache)
             self._plans = {}
+            self._cold = None if self._choice is None else self._choice.of(batch, q.shape[1], cache)
+        cold = self._cold
+        if cold is not None:
+            cold.begin(q, batch, cache)
         if window not in self._plans:
             self._plans[window] = tuple(
                 group
                 for sequence in batch.sequences
-                for group in plan_rows(sequence, cache, self.split_tokens, window)
+                for group in plan_rows(
+                    sequence,
+                    cache,
+                    self.split_tokens,
+                    window,
+                    low=0 if cold is None else sequence.cold_tokens,
+                )
             )
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dtype = q.dtype if cold is None else torch.float32
+        out = torch.empty(q.shape, dtype=dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for group in self._plans[window]:
             rows = slice(group.first_row, group.first_row + group.num_rows)
-            out[rows], lse[rows] = attend_group(sdpa_cuda, layer, q, group, cache, scale)
-        return out, lse
+            out[rows], lse[rows] = attend_group(self._kernel, layer, q, group, cache, scale)
+        if cold is not None:
+            cold.add(layer, q, window, scale, out, lse)
+        return out.to(q.dtype), lse

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 _SOURCES = ("attention.cpp", "linear.cpp", "layer.cpp")
-_HEADERS = ("vectors.h",)
+_HEADERS = ("vectors.h", "attention.h", "attention_few.h", "attention_lanes.h")
 _FLAGS = (
     "-O3",
     "-march=native",

@@ -26,12 +26,14 @@ from pathlib import Path
 from chunked_prefill.request import Request
 from lm_engine.client import EngineStats, EngineStatus, MediaItem
 from lm_engine.options import EngineOptions
-from lm_engine.outputs import RequestError, RequestOutput
+from lm_engine.outputs import Estimate, RequestError, RequestOutput
 from lm_engine.process.board import Board
 from lm_engine.process.messages import (
     Abort,
+    Ask,
     Channel,
     Factories,
+    Foreseen,
     Report,
     ResetPrefixCache,
     Start,
@@ -53,6 +55,7 @@ RESTARTING = RequestError(
     "internal", "the model's process stopped while it served this request; please send it again"
 )
 SHUTTING_DOWN = RequestError("overloaded", "the server is shutting down")
+OUT_OF_RANGE = RequestError("invalid", "the request holds a value that is out of range")
 NOT_READY = RequestError("overloaded", "the model is not ready yet; please try again shortly")
 
 
@@ -95,6 +98,7 @@ class ProcessEngineClient:
         self._stats: EngineStats | None = None
         self._streams: dict[str, _Stream] = {}
         self._aborting: set[str] = set()
+        self._questions: dict[str, asyncio.Future[Estimate | RequestError]] = {}
         self._all_done = asyncio.Event()
         self._all_done.set()
         self._draining = False
@@ -164,6 +168,28 @@ class ProcessEngineClient:
             if not self._streams:
                 self._all_done.set()
 
+    async def estimate(
+        self, request: Request, media: tuple[MediaItem, ...] = ()
+    ) -> Estimate | RequestError:
+        """What the request could expect if it were submitted now, or why nobody knows."""
+        name = request.request_id
+        refusal = self._refusal(name)
+        if refusal is not None:
+            return refusal
+        if name in self._questions:
+            return RequestError("invalid", "a question with this id is open", "request_id")
+        try:
+            frames = self._codec.frame(Ask(name, self._codec.pack(Submission(request, media))))
+        except WireError:
+            return OUT_OF_RANGE
+        answer: asyncio.Future[Estimate | RequestError] = self._loop.create_future()
+        self._questions[name] = answer
+        try:
+            self._send(frames)
+            return await answer
+        finally:
+            self._questions.pop(name, None)
+
     def reset_prefix_cache(self, tenant: str) -> bool:
         """Travels behind what was submitted before and ahead of what is submitted after."""
         if self._report.phase != "ready" or self._wire is None or self._wire.closed:
@@ -199,8 +225,7 @@ class ProcessEngineClient:
                     Submit(name, self._codec.pack(Submission(request, media)))
                 )
             except WireError:
-                error = RequestError("invalid", "the request holds a value that is out of range")
-                stream.push(RequestOutput(name, finished=True, error=error))
+                stream.push(RequestOutput(name, finished=True, error=OUT_OF_RANGE))
                 return
             if len(frames) > _LARGE_BYTES:
                 # A prompt of 100,000 ids takes milliseconds to encode: one per turn of the loop.
@@ -219,6 +244,9 @@ class ProcessEngineClient:
         """Every request in flight ends with an explicit error."""
         for name, stream in self._streams.items():
             stream.push(RequestOutput(name, finished=True, error=error))
+        for question in self._questions.values():
+            if not question.done():
+                question.set_result(error)
 
     # -- the language stage's socket -------------------------------------------------------------
 
@@ -256,9 +284,18 @@ class ProcessEngineClient:
         for message in wire.receive():
             if isinstance(message, StepEvents):
                 self._take(message)
+            elif isinstance(message, Foreseen):
+                self._answer(message)
         if wire.closed:
             self._drop_wire()
             self._fail_all(RESTARTING)
+
+    def _answer(self, found: Foreseen) -> None:
+        question = self._questions.get(found.request_id)
+        if question is not None and not question.done():
+            result = found.estimate or found.error
+            assert result is not None
+            question.set_result(result)
 
     def _take(self, events: StepEvents) -> None:
         for output in events.outputs:

@@ -13,16 +13,19 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from chunked_prefill.request import Request
 from lm_engine.client import EngineStats, MediaItem, ModelInfo
-from lm_engine.outputs import RequestError, RequestOutput
+from lm_engine.outputs import Estimate, RequestError, RequestOutput
 from lm_engine.process.board import Slot
 from lm_engine.process.link import RemoteVisionLink
 from lm_engine.process.messages import (
     Abort,
+    Ask,
+    Foreseen,
+    Message,
     NewLink,
     ResetPrefixCache,
     StepEvents,
@@ -45,7 +48,10 @@ _STALLED_WAKE_S = 0.01
 _PATIENCE_S = 0.02
 _MAX_UNSENT_BYTES = 8 << 20
 """Events that the API process has not read; no step is taken above this."""
+_LOOK_EVERY_S = 0.01
+"""Between two looks for questions in the middle of a step: a look costs a system call."""
 _FAILED = RequestError("internal", "the engine failed while admitting this request")
+_BLIND = RequestError("internal", "the engine failed while looking ahead for this request")
 
 
 class LanguageEngine(Protocol):
@@ -56,6 +62,12 @@ class LanguageEngine(Protocol):
 
     def add(self, request: Request, media: tuple[MediaItem, ...]) -> list[RequestOutput]: ...
 
+    def estimate(
+        self, request: Request, media: tuple[MediaItem, ...], arrived: Sequence[Request]
+    ) -> Estimate | RequestError: ...
+
+    def between_layers(self, call: Callable[[], None] | None) -> None: ...
+
     def abort(self, request_id: str) -> None: ...
 
     def reset_prefix_cache(self, tenant: str) -> None: ...
@@ -65,6 +77,8 @@ class LanguageEngine(Protocol):
     def step(self) -> list[RequestOutput]: ...
 
     def stats(self) -> EngineStats: ...
+
+    def close(self) -> None: ...
 
     def vision_restarted(self, suspects: Iterable[bytes] | None) -> list[RequestOutput]: ...
 
@@ -110,11 +124,21 @@ class LanguageLoop:
         self._bound = StepBound(limits)
         self._outputs: list[RequestOutput] = []
         self._aborted: list[str] = []
+        self._held: list[Message] = []
+        """What came in the middle of a step and has to wait for its end."""
+        self._looked_s = 0.0
+        engine.between_layers(self._answer_questions)
         self._stats_at_s = 0.0
         self._stats_due = True
         self._stopping = False
 
     def run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._engine.close()
+
+    def _serve(self) -> None:
         wait_s = 0.0
         while not self._stopping:
             wait(
@@ -130,6 +154,8 @@ class LanguageLoop:
             self._send()
             if self._stats_due:
                 wait_s = min(wait_s, _STATS_EVERY_S)
+            if self._held:
+                wait_s = 0.0
 
     # -- in --------------------------------------------------------------------------------------
 
@@ -151,9 +177,13 @@ class LanguageLoop:
 
     def _take_requests(self) -> None:
         self._client.flush()
-        for message in self._client.receive(_PATIENCE_S):
+        held, self._held = self._held, []
+        for message in (*held, *self._client.receive(_PATIENCE_S)):
             if isinstance(message, Submit):
                 self._outputs += self._add(message)
+            elif isinstance(message, Ask):
+                self._client.send(self._foresee(message))
+                continue
             elif isinstance(message, Abort):
                 self._engine.abort(message.request_id)
                 self._aborted.append(message.request_id)
@@ -171,6 +201,35 @@ class LanguageLoop:
             logger.exception("request %s could not be admitted", message.request_id)
             self._engine.abort(message.request_id)
         return [RequestOutput(message.request_id, finished=True, error=_FAILED)]
+
+    def _answer_questions(self) -> None:
+        """In the middle of a step: answers what can be answered, keeps the rest for later."""
+        now = time.monotonic()
+        if now - self._looked_s < _LOOK_EVERY_S:
+            return
+        self._looked_s = now
+        for message in self._client.receive():
+            if isinstance(message, Ask):
+                self._client.send(self._foresee(message))
+            else:
+                self._held.append(message)
+
+    def _foresee(self, message: Ask) -> Foreseen:
+        try:
+            # Who came in the middle of this step is before whoever asks.
+            bodies = [held.body for held in self._held if isinstance(held, Submit)]
+            arrived = [self._codec.unpack(Submission, body).request for body in bodies]
+            submission = self._codec.unpack(Submission, message.body)
+            found = self._engine.estimate(submission.request, submission.media, arrived)
+        except WireError as fault:
+            logger.error("question %s: %s", message.request_id, fault)
+            return Foreseen(message.request_id, error=_BLIND)
+        except Exception:
+            logger.exception("question %s could not be answered", message.request_id)
+            return Foreseen(message.request_id, error=_BLIND)
+        if isinstance(found, RequestError):
+            return Foreseen(message.request_id, error=found)
+        return Foreseen(message.request_id, found)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -190,7 +249,10 @@ class LanguageLoop:
         self._slot.beat(self._limits.idle_bound_s)
         self._stats_due = True
         self._outputs += outputs
-        if outputs or self._link is None or _work_done(self._engine.stats()) != before:
+        after = self._engine.stats()
+        copying = after.tiers is not None and after.tiers.copies_awaited > 0
+        if outputs or self._link is None or copying or _work_done(after) != before:
+            # While copies are under way, the step has slept for them if nothing else could be done.
             return 0.0
         if self._link.has_results:
             return 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from chunked_prefill.request import Request
 from lm_engine.client import EngineStats, MediaItem, ModelInfo, Phase
 from lm_engine.options import EngineOptions
-from lm_engine.outputs import RequestOutput
+from lm_engine.outputs import Estimate, RequestError, RequestOutput
 from vision_encoder.link import EncodeJob, EncodeResult
 
 
@@ -98,6 +98,23 @@ class ResetPrefixCache:
     """Requests that follow find no KV which the tenant's earlier ones left."""
 
     tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What could the Submission in `body` expect if it came now? Answered by Foreseen, in the
+    middle of a step if need be; nothing is admitted."""
+
+    request_id: str
+    body: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    request_id: str
+    estimate: Estimate | None = None
+    error: RequestError | None = None
+    """Why there is no estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +231,8 @@ Message = (
     | Ready
     | LoadFailed
     | ResetPrefixCache
+    | Ask
+    | Foreseen
 )
 KINDS: tuple[type[Message], ...] = (
     Submit,
@@ -232,5 +251,7 @@ KINDS: tuple[type[Message], ...] = (
     Ready,
     LoadFailed,
     ResetPrefixCache,
+    Ask,
+    Foreseen,
 )
 """A message's place here is its number on the wire; both ends are the same release."""

@@ -26,6 +26,7 @@ from fastapi import FastAPI
 from chunked_prefill.request import Request
 from lm_engine.client import EngineStats, EngineStatus, MediaItem, ModelInfo
 from lm_engine.outputs import (
+    Estimate,
     FinishReason,
     RequestError,
     RequestOutput,
@@ -85,10 +86,21 @@ class FakeEngine:
     closed_after_s: float | None = None
     resets: list[str] = field(default_factory=list)
     """Tenants whose cache was reset."""
+    foreseen: Estimate | RequestError = field(
+        default_factory=lambda: Estimate(20, 16, 0, 0.25, 0.125, 0.0625, 2, 1, 300, True)
+    )
+    """What every question gets, and every request that wants to be told."""
+    asked: list[Seen] = field(default_factory=list)
 
     def status(self) -> EngineStatus:
         stats = replace(self.current.stats or EngineStats(), num_running=self.running)
         return replace(self.current, stats=stats)
+
+    async def estimate(
+        self, request: Request, media: tuple[MediaItem, ...]
+    ) -> Estimate | RequestError:
+        self.asked.append(Seen(request, media, ()))
+        return self.foreseen
 
     def reset_prefix_cache(self, tenant: str) -> bool:
         self.resets.append(tenant)
@@ -122,6 +134,8 @@ class FakeEngine:
         if self.error is not None and self.error_after is None:
             yield RequestOutput(rid, finished=True, error=self.error)
             return
+        if request.wants_estimate and isinstance(self.foreseen, Estimate):
+            yield RequestOutput(rid, estimate=self.foreseen)
         if seen.media and self.check_media:
             yield RequestOutput(rid, media_checked=True)
         if self.gate is not None:

@@ -191,7 +191,6 @@ class World(RuleBasedStateMachine):
 
     def compute(self, sequence: Sequence, start: int, end: int) -> None:
         slots, tenant = self.slots(sequence), sequence.request.tenant
-        size = self.kv.block_size
         for position in range(start):
             truth = (tenant, tuple(sequence.cache_ids[: position + 1]))
             assert self.memory[slots[position]] == truth, f"{sequence} reads {position}"
@@ -199,8 +198,11 @@ class World(RuleBasedStateMachine):
             if start < span.end and span.offset < end:
                 assert span in self.rows[sequence.seq_id], f"{sequence} has no rows"
         for position in range(start, end):
-            assert self.kv.pool.ref_count(slots[position] // size) == 1, "a shared block is written"
+            assert self.writable(slots[position]), "a shared block is written"
             self.memory[slots[position]] = (tenant, tuple(sequence.cache_ids[: position + 1]))
+
+    def writable(self, slot: int) -> bool:
+        return self.kv.pool.ref_count(slot // self.kv.block_size) == 1
 
     def sample(self, first: Sequence) -> None:
         family = [first]

@@ -6,11 +6,12 @@ from itertools import count
 
 import pytest
 
-from chunked_prefill.budget import Share, TokenBudget
+from chunked_prefill.budget import TokenBudget
 from chunked_prefill.prefixes import Leaders
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
 from chunked_prefill.scheduler import Scheduler, StepPlan
 from chunked_prefill.sequence import Sequence
+from chunked_prefill.step_time import StepLoad
 from kv_offload.kv_manager import KVManager
 
 
@@ -189,12 +190,14 @@ def test_a_hit_over_an_image_that_others_evict_in_the_same_step_waits_for_its_ro
 
 
 def test_the_budget_knows_how_deep_a_hit_starts() -> None:
-    depths: list[int | None] = []
+    asked: list[tuple[int, int]] = []
 
     class Seen(TokenBudget):
-        def split(self, decodes: list[int], prefill: int | None, step: int) -> Share:
-            depths.append(prefill)
-            return super().split(decodes, prefill, step)
+        def chunk(
+            self, load: StepLoad, depth: int, wanted: int, *, share: float = 1.0, least: int = 0
+        ) -> int:
+            asked.append((depth, wanted))
+            return super().chunk(load, depth, wanted, share=share, least=least)
 
     driver = Driver(budget=200)
     driver.add(PREFIX, 1)
@@ -202,7 +205,8 @@ def test_the_budget_knows_how_deep_a_hit_starts() -> None:
     driver.scheduler.budget = Seen(200)
     driver.add([*PREFIX, 5], 1)
     driver.run()
-    assert depths == [100]
+    assert (100, 1) in asked
+    assert max(wanted for _, wanted in asked) == 1
 
 
 def test_prompts_whose_logprobs_are_asked_for_are_computed_in_full() -> None:

@@ -9,9 +9,11 @@ import pytest
 
 from chunked_prefill.budget import TokenBudget
 from chunked_prefill.forecast import OutputForecast
+from chunked_prefill.policy import Deadline, TtftPromise
 from chunked_prefill.request import Request, SamplingParams
 from chunked_prefill.scheduler import Scheduler, StepPlan
 from chunked_prefill.sequence import Sequence
+from chunked_prefill.step_time import StepTimeModel
 from kv_offload.kv_manager import KVManager
 
 
@@ -19,13 +21,29 @@ class Driver:
     """Steps a scheduler as the engine does, with tokens that mean nothing."""
 
     def __init__(
-        self, *, blocks: int = 64, block_size: int = 4, budget: int = 16, seats: int = 8
+        self,
+        *,
+        blocks: int = 64,
+        block_size: int = 4,
+        budget: int = 16,
+        seats: int = 8,
+        by_deadline: bool = False,
     ) -> None:
-        self.scheduler = Scheduler(KVManager(blocks, block_size), TokenBudget(budget), seats)
+        """A second passes per step, in which a prompt of `budget` tokens is computed alone."""
+        model = StepTimeModel(1.0, 0.0, 0.0, 0.0, 0.0)
+        self.scheduler = Scheduler(
+            KVManager(blocks, block_size),
+            TokenBudget(budget),
+            seats,
+            policy=Deadline(TtftPromise(4.0), lambda: model, budget) if by_deadline else None,
+            clock=lambda: 1.0 + len(self.plans),
+        )
         self.ids, self.orders = count(), count()
         self.plans: list[StepPlan] = []
         self.ends: dict[int, int] = {}
         """Answers that end by themselves, by sequence."""
+        self.ended: dict[Sequence, int] = {}
+        """In which step."""
         self.finished: list[Sequence] = []
 
     def add(self, prompt: int, outputs: int, n: int = 1, priority: int = 0) -> Sequence:
@@ -62,6 +80,7 @@ class Driver:
                 ):
                     self.scheduler.finish(member)
                     self.finished.append(member)
+                    self.ended[member] = len(self.plans)
         self.scheduler.check_invariants()
         return plan
 
@@ -73,10 +92,12 @@ class Driver:
         raise AssertionError(f"not finished after {limit} steps")
 
 
+@pytest.mark.parametrize("by_deadline", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_everything_finishes_with_exactly_its_tokens(seed: int) -> None:
+def test_everything_finishes_with_exactly_its_tokens(seed: int, by_deadline: bool) -> None:
     rng = random.Random(seed)
     driver = Driver(
+        by_deadline=by_deadline,
         blocks=rng.randint(12, 64),
         block_size=rng.choice([1, 3, 16]),
         budget=rng.choice([1, 2, 7, 16, 64]),
@@ -131,6 +152,29 @@ def test_admission_by_the_forecast_peak_computes_less_twice(seed: int) -> None:
     tokens, more = (sum(plan.num_tokens for plan in d.plans) for d in (told, untold))
     assert tokens < 0.92 * more
     assert len(told.plans) < 1.07 * len(untold.plans)
+
+
+def test_a_long_prompt_does_not_stand_before_short_ones_and_is_not_starved_by_them() -> None:
+    """SCH-03's other side: 16 tokens fit a step, and every step brings another short prompt of 12.
+    By arrival all of them wait for the long one; by deadline nobody waits for more than its own
+    turn, and the long one keeps at least the quarter that belongs to the late."""
+    waits = {}
+    for by_deadline in (False, True):
+        driver = Driver(blocks=400, budget=16, seats=16, by_deadline=by_deadline)
+        long = driver.add(480, 1)
+        arrived = {}
+        while long not in driver.finished:
+            arrived[driver.add(12, 1)] = len(driver.plans)
+            driver.step()
+            assert len(driver.plans) < 200
+        ended = len(driver.plans)
+        driver.run()
+        waits[by_deadline] = sorted(
+            driver.ended[s] - begun for s, begun in arrived.items() if begun < 40
+        )
+        assert by_deadline or ended <= 42
+    middle = {k: w[len(w) // 2] for k, w in waits.items()}
+    assert middle[True] <= 4 < 10 < middle[False]
 
 
 def test_priority_takes_memory_from_those_below() -> None:

@@ -75,6 +75,11 @@ class FakeDevice:
     def order(self, stream: Stream, event: Event) -> None:
         stream.ops.append(("wait", event))
 
+    def seconds(self, begin: Event, end: Event) -> float:
+        assert begin.passed
+        assert end.passed
+        return 0.5
+
     def issue(self, op: Callable[[], None]) -> None:
         self._issuing.ops.append(("run", op))
 

@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from kv_offload import disk_file
-from kv_offload.disk_tier import DiskTier, DiskTierError, chain_key
+from kv_offload.disk_key import KEY_BYTES, chain_key
+from kv_offload.disk_tier import DiskTier, DiskTierError
 from kv_offload.host_memory import HostMemory
 from kv_offload.layout import KVLayout
 from kv_offload.superblock import SuperblockLayout
 from kv_offload.tickets import CopyError, TransferError
 from tests.kv_offload.tiers import LAYOUT, Rig
 
-ROOT = bytes(32)
-KEYS = [chain_key(ROOT, bytes([index])) for index in range(6)]
+ROOT = bytes(KEY_BYTES)
+KEYS = [chain_key(ROOT, (index,)) for index in range(6)]
 FILE_BYTES = disk_file.HEADER.size + LAYOUT.num_bytes
 
 
@@ -238,7 +239,7 @@ def test_folders_and_bounds_that_do_not_work_are_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskTierError, match="cannot be used: Not a directory"):
         Disk(tmp_path / "file" / "kv")
-    with pytest.raises(DiskTierError, match="one superblock takes 3,184"):
+    with pytest.raises(DiskTierError, match="one superblock takes 3,192"):
         DiskTier(tmp_path, LAYOUT, HostMemory(LAYOUT, 1), 1000)
 
 
@@ -252,8 +253,8 @@ def test_keys_name_the_whole_prompt_and_everything_it_depends_on() -> None:
         chain_key(b"\x01" + ROOT[1:], a),
     }
     assert len(chains) == 5
-    assert all(len(key) == 32 for key in chains)
-    with pytest.raises(ValueError, match="32 bytes, not 16"):
+    assert all(len(key) == KEY_BYTES for key in chains)
+    with pytest.raises(ValueError, match="40 bytes, not 16"):
         chain_key(bytes(16), a)
 
 

@@ -29,7 +29,8 @@ from hypothesis.stateful import (
 from kv_offload.block_pool import BlockPool
 from kv_offload.copies import DAMAGED, TierCopies
 from kv_offload.copy_manual import ManualCopyEngine
-from kv_offload.disk_tier import BROKEN, MISSING, DiskTier, chain_key
+from kv_offload.disk_key import KEY_BYTES, chain_key
+from kv_offload.disk_tier import BROKEN, MISSING, DiskTier
 from kv_offload.host_memory import HostMemory
 from kv_offload.host_pool import HostPool
 from kv_offload.kv_cache import KVCache
@@ -69,7 +70,7 @@ class Segment:
 
     @property
     def key(self) -> bytes:
-        return chain_key(bytes(32), self.value.to_bytes(8, "big"))
+        return chain_key(bytes(KEY_BYTES), (self.value,))
 
 
 class Tiers(RuleBasedStateMachine):

@@ -14,6 +14,7 @@ import torch
 
 from kv_offload.copy_engine import ThreadCopyEngine
 from kv_offload.copy_manual import ManualCopyEngine
+from kv_offload.disk_key import KEY_BYTES
 from kv_offload.tickets import CopyError, Direction, TransferError
 from kv_offload.transfer import TransferLimits
 from tests.kv_offload.tiers import Rig
@@ -144,7 +145,7 @@ def test_a_late_copy_is_answered_once_and_holds_its_memory() -> None:
 def test_a_way_with_a_stuck_copy_is_known(tmp_path: Path) -> None:
     rig = Rig(folder=tmp_path)
     superblock = rig.stored(rig.blocks(4))
-    save = rig.transfers.save(superblock, bytes(32))
+    save = rig.transfers.save(superblock, bytes(KEY_BYTES))
     assert not rig.transfers.is_stuck(Direction.FETCH)
     rig.now = 100.0
     rig.transfers.poll()
@@ -278,7 +279,7 @@ def test_closing_ends_what_was_begun() -> None:
 def test_a_disk_that_is_not_there_is_said() -> None:
     rig = Rig()
     with pytest.raises(TransferError, match="no disk tier"):
-        rig.transfers.fetch(bytes(32), rig.superblock())
+        rig.transfers.fetch(bytes(KEY_BYTES), rig.superblock())
 
 
 def test_a_bit_that_turned_is_found() -> None:

@@ -34,7 +34,7 @@ from kv_offload.superblock import SUPERBLOCK_TOKENS
 from lm_engine.batch import ForwardBatch
 from lm_engine.client import MediaItem
 from lm_engine.engine import Engine
-from lm_engine.options import EngineOptions
+from lm_engine.options import ColdKV, EngineOptions
 from lm_engine.outputs import (
     RequestError,
     RequestOutput,
@@ -109,6 +109,13 @@ def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
     return SamplingParams(max_tokens, temperature=0.0, **fields)
 
 
+class Dear:
+    """CostModel: computing is never cheaper."""
+
+    def compute_s(self, start: int, end: int) -> float:
+        return 1e9
+
+
 class Lab:
     """One family's tiny checkpoint, seen by transformers and by us."""
 
@@ -133,9 +140,12 @@ class Lab:
         rows: int | None = 512,
         caching: bool = True,
         host_tokens: int = 0,
+        cold_kv: ColdKV = "auto",
+        disk: Path | None = None,
     ) -> Engine:
         """An engine in this process; `blocks` is the size of the KV pool. Its chunks follow from
-        tokens alone, not from how long steps take here."""
+        tokens alone, not from how long steps take here, and what a lower tier has is always brought
+        rather than computed."""
         text = self.config.get("text_config", self.config)
         heads, hidden = text["num_attention_heads"], text["hidden_size"]
         head_dim = text.get("head_dim") or hidden // heads
@@ -158,12 +168,16 @@ class Lab:
                 prefix_caching=caching,
                 kv_memory_bytes=blocks * block_bytes,
                 host_kv_bytes=host_tokens * block_bytes // block_size or None,
+                cold_kv=cold_kv,
+                disk_kv_path=None if disk is None else str(disk),
                 embedding_rows=rows,
                 device="cpu",
             )
         )
         pool = engine.scheduler.kv.pool.num_blocks
         assert pool == blocks, f"asked for {blocks} blocks, got {pool}"
+        if engine.scheduler.kv.tiers is not None:
+            engine.scheduler.kv.tiers.recalls.cost = Dear()
         return engine
 
     # -- prompts ------------------------------------------------------------------------------
@@ -363,12 +377,16 @@ def check_idle(engine: Engine) -> None:
     engine.check_invariants()
     stats = engine.stats()
     assert stats.num_running == stats.num_waiting == 0
-    assert stats.kv_blocks_used == 0
+    assert stats.kv_blocks_used == engine.scheduler.kv.cache.num_held
     assert stats.embedding_rows_used == 0
     assert not engine.scheduler._bypasses
     if engine.scheduler.kv.cold is not None:
-        assert engine.scheduler.kv.cold.host.num_used == 0
-        assert not engine.scheduler.kv.cold._promised
+        host, copying = engine.scheduler.kv.cold.host, engine.scheduler.kv.tiers
+        assert copying is not None
+        assert host.num_used == len(copying.transfers.held_superblocks())
+        assert host.num_used == 0 or copying.transfers.num_open > 0
+        assert host.num_free + host.num_cached + host.num_used == host.num_superblocks
+        assert not engine.scheduler.kv.cold._owners
     assert (engine.scheduler.kv.pool._claims == -1).all()
     if engine.images is not None:
         feed = engine.images
@@ -385,14 +403,20 @@ def poison_unused(engine: Engine) -> None:
     for sequence in engine.scheduler.running:
         position = len(kv.cold_slots(sequence.seq_id)) * SUPERBLOCK_TOKENS
         for first, count in kv.runs(sequence.seq_id):
+            if sequence.loading:
+                # Where a copy has begun, it may also have ended.
+                stale[first * size : (first + count) * size] = False
+                continue
             valid = min(count * size, max(0, sequence.num_computed_tokens - position))
             stale[first * size : first * size + valid] = False
             position += count * size
     for block, node in kv.cache._nodes.items():
         stale[block * size : block * size + len(node.ids)] = False
     if cache.host is not None and kv.cold is not None:
-        used = {kv.cold.host.slot(h) for hs in kv.cold._owned.values() for h in hs}
-        cache.host.poison(set(range(cache.host.num_superblocks)) - used)
+        cache.host.poison(kv.cold.host._free_slots)
+        assert kv.tiers is not None
+        for block in kv.tiers.transfers.held_blocks():
+            stale[block * size : (block + 1) * size] = False
     slots = torch.from_numpy(np.flatnonzero(stale))
     cache._by_head[:, :, :, slots] = torch.nan
     if engine.images is not None:

@@ -179,11 +179,11 @@ def test_what_no_tier_holds_is_refused_with_numbers(lab: GetLab) -> None:
         [
             Request("long", ids(2000).token_ids, greedy(48)),
             Request("longer", ids(2000).token_ids, greedy(50)),
-            Request("many", ids(1000).token_ids, greedy(4, n=2)),
+            Request("many", ids(1000).token_ids, greedy(4, n=5)),
         ],
     )
     assert results["long"].error is None
-    for name, words in (("longer", "asks for 50"), ("many", "n=1")):
+    for name, words in (("longer", "asks for 50"), ("many", "fewer choices")):
         error = results[name].error
         assert error is not None
         assert words in error.message

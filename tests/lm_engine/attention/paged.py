@@ -34,13 +34,14 @@ def make_paged(
     scatter: float = 0.0,
     num_layers: int = 1,
     dtype: str = "float32",
+    windows: tuple[int | None, ...] = (),
     seed: int = 0,
 ) -> Paged:
     """`lengths` are (query_len, context_len); `scatter` is the chance that a block does not
     follow its predecessor."""
     choose = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    layout = KVLayout(num_layers, num_kv_heads, head_dim, block_size, dtype)
+    layout = KVLayout(num_layers, num_kv_heads, head_dim, block_size, dtype, windows)
     needed = [layout.blocks_for(context) for _, context in lengths]
     cache = KVCache(layout, 3 * sum(needed) + 2, "cpu")
     cache.poison(range(cache.num_blocks))

@@ -14,18 +14,19 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from chunked_prefill.request import Request, SamplingParams
 from lm_engine.client import EngineStats, MediaItem, ModelInfo
 from lm_engine.options import EngineOptions
-from lm_engine.outputs import RequestError, RequestOutput, SequenceDelta, Usage
+from lm_engine.outputs import Estimate, RequestError, RequestOutput, SequenceDelta, Usage
 from lm_engine.process.messages import Factories, Plan
 from vision_encoder.embedding_arena import Acquired, EmbeddingArena
 from vision_encoder.link import EncodeJob, EncodeResult, VisionLink
 from vision_encoder.plan import ImagePlan
 
-NORMAL, CRASH, HANG, SLOW, REFUSE, RAISE = 1, 2, 3, 4, 5, 6
+NORMAL, CRASH, HANG, SLOW, REFUSE, RAISE, LAYERS = 1, 2, 3, 4, 5, 6, 7
+LAYERS_OF_A_STEP, LAYER_S = 60, 0.02
 ROWS = 64
 
 FACTORIES = Factories(
@@ -88,6 +89,7 @@ class FakeEngine:
         self._steps = 0
         self._tokens = 0
         self._resets = 0
+        self._between_layers: Callable[[], None] | None = None
 
     def add(self, request: Request, media: tuple[MediaItem, ...]) -> list[RequestOutput]:
         if request.token_ids[0] == REFUSE:
@@ -98,6 +100,20 @@ class FakeEngine:
         self._live[request.request_id] = (request, {item.key: item for item in media})
         self._sent[request.request_id] = 0
         return []
+
+    def estimate(
+        self, request: Request, media: tuple[MediaItem, ...], arrived: Sequence[Request]
+    ) -> Estimate | RequestError:
+        """Its own numbers back, and who came before it."""
+        if request.token_ids[0] == REFUSE:
+            return RequestError("never_fits", "too long", "max_tokens")
+        if request.token_ids[0] == RAISE:
+            raise RuntimeError("an engine's bug")
+        tokens, waiting = len(request.token_ids), len(self._live) + len(arrived)
+        return Estimate(tokens, 0, 0, 1.5, 0.5, 1.0, self._steps, waiting, 7, True)
+
+    def between_layers(self, call: Callable[[], None] | None) -> None:
+        self._between_layers = call
 
     def abort(self, request_id: str) -> None:
         self._live.pop(request_id, None)
@@ -137,11 +153,19 @@ class FakeEngine:
                 time.sleep(1000)
             elif command == SLOW:
                 time.sleep(0.02)
+            elif command == LAYERS:
+                for _ in range(LAYERS_OF_A_STEP):
+                    time.sleep(LAYER_S)
+                    if self._between_layers is not None:
+                        self._between_layers()
             ready = [self._ready(request.request_id, item) for item in media.values()]
             if all(ready):
                 outputs.append(self._advance(request, media))
         self._steps += bool(outputs)
         return outputs
+
+    def close(self) -> None:
+        """Nothing to leave."""
 
     def stats(self) -> EngineStats:
         arena = self._arena.stats()

@@ -1,0 +1,169 @@
+"""Policies compared in the simulator, and how fast it is: an 8B model on one H200.
+
+Run: python -m benchmarks.simulator [--trace FILE] [--seconds 300] [--rate 6] [--long 0.003]
+     [--policies 512 2048 8192 edf-512 deadline] [--bias 0.7] [--shift 150] [--seed 0]
+     [--json FILE]
+
+A number is a static token budget by arrival, `edf-N` the same by deadline, `deadline` what `serve`
+does: by deadline, in milliseconds. All see the same requests. Steps really take a roofline's time,
+which the scheduler does not know: it learns its linear model from the steps. With `--bias` it
+believes so many times what it has learnt, for ever. `--shift` doubles the steps' time from that
+second on, as another user of the device would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from chunked_prefill.budget import Budget, TimeBudget, TokenBudget
+from chunked_prefill.goodput import Promise, Report, goodput_over_time
+from chunked_prefill.policy import Deadline, Fcfs, Policy, TtftPromise
+from chunked_prefill.scheduler import Scheduler
+from chunked_prefill.simulator import Outcome, Simulator, VirtualClock
+from chunked_prefill.simulator_executor import ModelExecutor, shift
+from chunked_prefill.simulator_pool import counting_kv
+from chunked_prefill.step_time import StepLoad, StepTimeEstimator, StepTimeModel
+from chunked_prefill.trace import TraceRequest, read_trace
+from chunked_prefill.workload import Changes, changed, synthesize
+
+PARAMETERS, LAYERS, WIDTH, KV_BYTES = 8.03e9, 32, 4096, 131_072
+FLOPS, BYTES_S = 0.6 * 989.5e12, 0.8 * 4.8e12
+"""H200, dense bf16: 60 % of the arithmetic and 80 % of the memory's rate."""
+READ_S = 2 * PARAMETERS / BYTES_S
+TOKEN_S = 2 * PARAMETERS / FLOPS
+CONTEXT_S = KV_BYTES / BYTES_S
+PAIR_S = 4 * WIDTH * LAYERS / FLOPS
+KV_TOKENS = 800_000
+LAUNCH_S, SEQUENCE_S = 0.001, 1e-5
+MOST_TOKENS = 8192
+TTFT_S, TPOT_S, STRETCH = 1.0, 0.05, 5.0
+LONG_TOKENS = 131_072
+
+
+class BiasedEstimator(StepTimeEstimator):
+    """Its model is `bias` times what it has learnt."""
+
+    def __init__(self, prior: StepTimeModel, bias: float) -> None:
+        super().__init__(prior)
+        self._bias = bias
+        self.model = self._biased(prior)
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        before = self.model
+        super().observe(load, seconds)
+        if self.model is not before:
+            self.model = self._biased(self.model)
+
+    def _biased(self, model: StepTimeModel) -> StepTimeModel:
+        return StepTimeModel(*(weight * self._bias for weight in astuple(model)))
+
+
+def roofline_s(load: StepLoad) -> float:
+    """Weights are read once or arithmetic binds; attention comes on top."""
+    return (
+        LAUNCH_S
+        + SEQUENCE_S * load.sequences
+        + max(READ_S, TOKEN_S * load.tokens)
+        + CONTEXT_S * load.decode_context
+        + PAIR_S * load.chunk_pairs
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trace", type=Path, help="lengths of this trace instead of a workload")
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--rate", type=float, default=6.0)
+    parser.add_argument("--long", type=float, default=0.003, help="share of 128k prompts")
+    parser.add_argument(
+        "--policies", nargs="+", default=["512", "2048", "8192", "edf-512", "deadline"]
+    )
+    parser.add_argument("--bias", type=float, default=1.0, help="factor on all predictions")
+    parser.add_argument("--shift", type=float, help="second from which steps take twice as long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = [_measure(name, args) for name in args.policies]
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _requests(args: argparse.Namespace) -> list[TraceRequest]:
+    long = (LONG_TOKENS, LONG_TOKENS)
+    if args.trace is None:
+        spec = f"chat:rate={args.rate},long={args.long}x{long[0]}-{long[1]},duration={args.seconds}"
+        return list(synthesize(spec, args.seed))
+    changes = Changes(
+        duration_s=args.seconds,
+        poisson_rate=args.rate,
+        long_share=args.long,
+        long_tokens=long,
+        seed=args.seed,
+    )
+    return list(changed(itertools.cycle(read_trace(args.trace)), changes))
+
+
+def _measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    truth = StepTimeModel(READ_S + LAUNCH_S, SEQUENCE_S, TOKEN_S, CONTEXT_S, PAIR_S)
+    estimator = BiasedEstimator(truth, args.bias)
+    budget: Budget
+    policy: Policy = Deadline(TtftPromise(TTFT_S, STRETCH), lambda: estimator.model, MOST_TOKENS)
+    if name == "deadline":
+        budget = TimeBudget(MOST_TOKENS, TPOT_S, estimator)
+    else:
+        budget = TokenBudget(int(name.removeprefix("edf-")), estimator)
+        policy = policy if name.startswith("edf-") else Fcfs()
+    requests = _requests(args)
+    clock = VirtualClock()
+    scheduler = Scheduler(counting_kv(KV_TOKENS // 16, 16), budget, 256, policy=policy, clock=clock)
+    factor = 1.0 if args.shift is None else shift((args.shift,), (1.0, 2.0))
+    simulator = Simulator(
+        scheduler,
+        clock,
+        ModelExecutor(roofline_s, factor=factor),
+        alone_s=lambda tokens: truth.prefill_s(0, tokens, MOST_TOKENS),
+    )
+    start_s = time.process_time()
+    outcome = simulator.run(requests)
+    return _row(name, outcome, time.process_time() - start_s)
+
+
+def _row(name: str, outcome: Outcome, cpu_s: float) -> dict[str, Any]:
+    promise = Promise(TTFT_S, TPOT_S, isolated_factor=STRETCH)
+    report = Report.of(outcome.times, promise)
+    longs = [t.ttft_s for t in outcome.times if t.prompt_tokens >= LONG_TOKENS]
+    row: dict[str, Any] = {
+        "policy": name,
+        **report.as_json(),
+        "long_ttft_median_s": statistics.median(longs) if longs else None,
+        "long_requests": len(longs),
+        "late_ttft_parts": outcome.ttft_parts(promise),
+        "goodput_over_time": [
+            (start_s, kept.value)
+            for start_s, kept, _ in goodput_over_time(outcome.times, promise, 10.0)
+        ],
+        "simulated_s": outcome.end_s,
+        "cpu_s": cpu_s,
+        "steps": outcome.steps,
+    }
+    kept = report.goodput
+    print(
+        f"{name:>9}  goodput {kept.value:6.1%} [{kept.low:.1%}, {kept.high:.1%}]  "
+        f"TTFT p95 {report.ttft_s.p95:7.3f} s  TPOT p95 {report.tpot_s.p95 * 1e3:5.1f} ms  "
+        f"gap p99 {report.max_gap_s.p99 * 1e3:6.1f}, worst {report.max_gap_s.max * 1e3:6.1f} ms  "
+        f"long TTFT {row['long_ttft_median_s'] or 0:5.1f} s  |  {outcome.end_s / cpu_s:.0f} x real "
+        f"time, {outcome.steps / cpu_s:.0f} steps/s, {report.requests / cpu_s:.0f} requests/s",
+        flush=True,
+    )
+    return row
+
+
+if __name__ == "__main__":
+    main()
