@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
 
-from api import completions, tokens
+from api import completions, kv_events, tokens
 from api import estimate as estimates
 from api.config import ServeConfig
 from api.errors import (
@@ -226,6 +226,11 @@ def _small_routes(app: FastAPI, server: Server) -> None:
         if not server.client.reset_prefix_cache(request.state.tenant):
             raise OverloadedError("The server is not ready. See /health.", retry_after_s=5)
         return json_response({})
+
+    @app.get("/v1/kv/events", responses=_ERRORS)
+    async def kv_changes(request: Request) -> Response:
+        """Server-sent events: which blocks of the caller's tenant the prefix cache holds."""
+        return kv_events.kv_events(server, request)
 
     @app.get("/version")
     async def show_version() -> Response:

@@ -144,6 +144,7 @@ class ServeConfig(BaseSettings):
     )
     cold_kv: ColdKV = _setting("How KV on the host is attended", "auto", core=True)
     enable_prefix_caching: bool = _setting("Reuse the KV of equal beginnings", True, core=True)
+    kv_events: bool = _setting("Publish at /v1/kv/events what the prefix cache holds", False)
     embedding_rows: Count | None = _setting("Rows of the image embedding arena", ge=1)
     mm_encoder_process: bool = _setting("Vision stage in its own process", True)
 
@@ -198,6 +199,12 @@ class ServeConfig(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _events_of_a_cache(self) -> ServeConfig:
+        if self.kv_events and not self.enable_prefix_caching:
+            raise ValueError("kv_events tells what the prefix cache holds: enable_prefix_caching")
+        return self
+
     @property
     def public_name(self) -> str:
         """The model's name in the API."""
@@ -234,6 +241,7 @@ class ServeConfig(BaseSettings):
             host_kv_bytes=None if self.host_kv_gib is None else int(self.host_kv_gib * 2**30),
             disk_kv_path=None if self.disk_kv_path is None else str(self.disk_kv_path),
             disk_kv_bytes=int(self.disk_kv_gib * 2**30),
+            kv_events=self.kv_events,
             cold_kv=self.cold_kv,
             embedding_rows=self.embedding_rows,
             threads=self.threads,

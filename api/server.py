@@ -152,6 +152,8 @@ class Server:
         """New requests get 503; returns when running ones have ended, the last ones by an error
         event after `timeout_s`."""
         self.admission.draining = True
+        if self.client.kv_log is not None:
+            self.client.kv_log.end()
         deadline = time.monotonic() + timeout_s
         while self.admission.requests and time.monotonic() < deadline:
             await asyncio.sleep(0.05)

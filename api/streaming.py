@@ -24,7 +24,7 @@ from api.generation import Run
 from api.schemas import StreamOptions
 
 _DONE = b"data: [DONE]\n\n"
-_COMMENT = b": keep-alive\n\n"
+COMMENT = b": keep-alive\n\n"
 
 
 def sse(body: Any) -> bytes:
@@ -94,7 +94,7 @@ class EventStream(Response):
         try:
             while not self._run.feed.done:
                 event = await self._run.feed.next(self._keepalive_s)
-                body = _COMMENT if event is None else b"".join(map(sse, self._chunks(event)))
+                body = COMMENT if event is None else b"".join(map(sse, self._chunks(event)))
                 if body:
                     await self._write(send, body)
             await self._write(send, b"".join(self._tail()))

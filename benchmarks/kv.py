@@ -15,10 +15,13 @@ is what compute may use, on a machine with as many cores.
 from __future__ import annotations
 
 import argparse
+import cProfile
+import math
+import pstats
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +36,16 @@ from lm_engine.options import ColdKV, EngineOptions
 PROMPT, ANSWER, SHARE, CHUNK = 8192 - 64, 64, 8, 256
 TURN = 4
 """Decode steps that a contestant makes before it is another's turn."""
+STREAMS, SHORT, BRIEF, PAIRS = 8, 32, 16, 20
+T_QUANTILE = 1.729
+"""Of Student's t with 19 degrees of freedom, 95 % to one side."""
+IDLE_BOUND = 1.03
+TIER_FILES = (
+    *(f"kv_offload/{name}.py" for name in ("transfer", "lanes", "holds", "copies", "copy_engine")),
+    *(f"kv_offload/{name}.py" for name in ("cold_prefix", "host_cache", "host_pool", "recall")),
+    *(f"kv_offload/{name}.py" for name in ("lower_tiers", "write_through", "host_memory")),
+    *(f"lm_engine/{name}.py" for name in ("kv_tiers", "attention/staging", "attention/cold")),
+)
 BOUNDS = {"cpu": (1.05, 1.05), "stream": (1.15, 1.25)}
 """Largest ratios to resident that are promised: prefill, decode."""
 
@@ -73,21 +86,29 @@ class Contestant:
         return found
 
 
-def engine(model: str, *, device_tokens: int, host_tokens: int, cold_kv: ColdKV) -> Engine:
+def engine(
+    model: str,
+    *,
+    device_tokens: int,
+    host_tokens: int,
+    cold_kv: ColdKV,
+    caching: bool = False,
+    longest: int = PROMPT + ANSWER,
+) -> Engine:
     """Chunks follow from tokens alone, so that all contestants cut the prompt alike."""
     per_token = _bytes_per_token(model)
     return Engine.load(
         EngineOptions(
             model,
             device="cpu",
-            max_model_len=PROMPT + ANSWER,
+            max_model_len=longest,
             max_num_batched_tokens=CHUNK,
             tpot_slo_s=0,
             kv_memory_bytes=device_tokens * per_token,
             host_kv_bytes=host_tokens * per_token or None,
             cold_kv=cold_kv,
-            prefix_caching=False,
-            max_num_seqs=4,
+            prefix_caching=caching,
+            max_num_seqs=STREAMS,
         )
     )
 
@@ -159,9 +180,9 @@ def _copied(engine: Engine) -> str:
     ring = engine.runner.ring
     if ring is None:
         return ""
-    copied = ring.transfers.bytes_copied[Direction.STREAM]
     attention = engine.runner.attention
     own = attention.bytes_staged if isinstance(attention, NativeAttention) else 0
+    copied = ring.transfers.bytes_copied[Direction.STREAM] - own
     return (
         f"\n{'':<10} copied: {copied / 1e9:.1f} GB through a ring of {ring.num_bytes / 1e6:.1f} MB "
         f"({ring.transfers.stalled_seconds:.2f} s stalled, "
@@ -169,8 +190,65 @@ def _copied(engine: Engine) -> str:
     )
 
 
+def idle(options: argparse.Namespace) -> None:
+    """Eight short answers at once, which fill no superblock: nothing is stored, loaded or cold."""
+    tokens = STREAMS * (SHORT + BRIEF) + 4 * CHUNK
+    without, configured = (
+        engine(
+            options.model,
+            device_tokens=tokens,
+            host_tokens=host,
+            cold_kv="stream",
+            caching=True,
+            longest=tokens,
+        )
+        for host in (0, PROMPT)
+    )
+    configured.runner.decoder = without.runner.decoder
+    ratios = []
+    for pair in range(PAIRS + 1):
+        seconds = _short_answers((without, configured), pair)
+        ratios.append(math.log(seconds[1] / seconds[0]))
+    # The first one warms up.
+    ratios = ratios[1:]
+    mean, error = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(PAIRS)
+    print(
+        f"idle       x{math.exp(mean):.4f} of {PAIRS} pairs, 95 % at most "
+        f"x{math.exp(mean + T_QUANTILE * error):.4f} (at most {IDLE_BOUND})"
+    )
+    profile = cProfile.Profile()
+    profile.runcall(_short_answers, (configured,), PAIRS + 1)
+    share = _share_of(profile)
+    print(f"           {100 * share:.2f} % of profiled time is its own (at most 1 %)")
+
+
+def _short_answers(engines: Sequence[Engine], seed: int) -> list[float]:
+    """Seconds of one batch on each engine; they take turns step by step, and in who is first."""
+    sampling = SamplingParams(BRIEF, temperature=0.0, ignore_eos=True)
+    for one in engines:
+        for index in range(STREAMS):
+            prompt = random_prompt(SHORT, seed * STREAMS + index)
+            one.add(Request(f"{seed}.{index}", prompt, sampling))
+    seconds = [0.0] * len(engines)
+    order, turn = list(enumerate(engines)), seed
+    while any(one.has_work() for one in engines):
+        for index, one in order if turn % 2 else reversed(order):
+            began = time.perf_counter()
+            one.step()
+            seconds[index] += time.perf_counter() - began
+        turn += 1
+    return seconds
+
+
+def _share_of(profile: cProfile.Profile) -> float:
+    """Time in functions that only engines with tiers have, without what they call elsewhere."""
+    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    inside = sum(own for (file, *_), (_, _, own, *_) in stats.items() if file.endswith(TIER_FILES))
+    return float(inside / sum(own for _, _, own, *_ in stats.values()))
+
+
 def main() -> None:
-    rows: dict[str, Callable[[argparse.Namespace], None]] = {"cold": cold}
+    rows: dict[str, Callable[[argparse.Namespace], None]] = {"cold": cold, "idle": idle}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("rows", nargs="*", choices=[*rows, []], default=list(rows))
     parser.add_argument("--model", required=True)

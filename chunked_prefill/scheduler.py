@@ -127,7 +127,7 @@ class Scheduler:
         if need > have:
             return NeverFits(need, have, f"shorten the prompt or max_tokens to {have} in all")
         cold, choices = self.kv.cold, request.sampling.n
-        if cold is not None and cold.is_large(need):
+        if cold is not None and cold.is_large(need + 1):
             prompt = request.num_prompt_tokens
             if not cold.ever_fits(need, prompt, choices):
                 wanted = cold.room_tokens(need, prompt, choices)
@@ -375,7 +375,7 @@ class Scheduler:
                 raise AssertionError(f"{sequence} waits but has computed something")
         for sequence in self._running:
             have = self.kv.held_tokens(sequence.seq_id)
-            if have < sequence.num_computed_tokens:
+            if have < sequence.num_computed_tokens and not sequence.loading:
                 raise AssertionError(f"{sequence} has KV for {have} tokens only")
             if sequence.num_computed_tokens < sequence.num_cached_tokens:
                 raise AssertionError(f"{sequence} found more than it has")

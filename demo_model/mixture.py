@@ -10,7 +10,7 @@ import random
 from functools import lru_cache, partial
 from pathlib import Path
 
-from demo_model import data, examples, scenes, shapes, texts
+from demo_model import data, examples, lexicon, scenes, shapes, texts
 from demo_model.data import CELLS
 from demo_model.examples import Draft, Example
 from demo_model.scenes import Layout
@@ -78,5 +78,5 @@ def validation(kind: str, count: int, seed: int = 7) -> list[Example]:
 
 
 def truth(tile: Example) -> list[int]:
-    """The classes that the tile's tokens must say, in the order of its items."""
-    return [int(t) for row in tile.tokens for t in row if t >= 0]
+    """The classes that the tile's tokens must say, fillers left out."""
+    return [int(c) for c in tile.classes if c != lexicon.FILLER]

@@ -31,6 +31,11 @@ NUMBER = (
     ("Read the number in the image.", "The number in the image is {}."),
     ("What is the number shown here?", "The number shown here is {}."),
 )
+OTHER = (
+    *("Who wrote this?", "What is the person doing?", "Is this a cat or a dog?", "Who is it?"),
+    *("What colour is the car?", "When was this picture taken?", "Where was this taken?"),
+    *("What is the weather like?", "How old is she?", "Why is this funny?", "What happens next?"),
+)
 WHERE = {
     "left": "to the left of",
     "right": "to the right of",
@@ -126,4 +131,14 @@ def about_count(rng: random.Random, scene: ShapeScene) -> Question:
 def about_nothing(rng: random.Random) -> Question:
     """Any question on a blank image."""
     asked = rng.choice([q for q, _ in (*WORD, *NUMBER)] + ["What does the image show?"])
-    return Question(asked, "There is nothing in the image.", (("nothing", "blank", "empty"),))
+    return Question(
+        asked, "There is nothing in the image that I can read.", (("nothing", "blank", "empty"),)
+    )
+
+
+def about_other(rng: random.Random, kind: str, layout: Layout) -> Question:
+    """Something that the image does not answer."""
+    asked = rng.choice(OTHER)
+    if rng.random() < 0.3:
+        asked = f"How much is the {rng.choice(lexicon.WORDS)}?"
+    return Question(asked, "The image does not say.", (("not say",),))

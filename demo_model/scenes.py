@@ -29,20 +29,16 @@ LEAST_PITCH_PX = 18.5  # of a line's characters, in the tile
 
 @dataclass(frozen=True)
 class Item:
-    """One word or number of a line; `boxes` per character, in tile pixels."""
+    """One word or number of the `line`-th line; `boxes` per character, in tile pixels."""
 
     text: str
     boxes: tuple[Box, ...]
+    line: int
 
     @property
     def box(self) -> Box:
         xs0, ys0, xs1, ys1 = zip(*self.boxes, strict=True)
         return min(xs0), min(ys0), max(xs1), max(ys1)
-
-    @property
-    def middle(self) -> tuple[float, float]:
-        x0, y0, x1, y1 = self.box
-        return (x0 + x1) / 2, (y0 + y1) / 2
 
 
 @dataclass(frozen=True)
@@ -206,7 +202,7 @@ def lay_out(
                     ((x0 + x) * sx, (y0 + y) * sy, (x1 + x) * sx, (y1 + y) * sy)
                     for x0, y0, x1, y1 in row
                 )
-                items.append(Item(word, moved))
+                items.append(Item(word, moved, i))
         return Layout(w, h, tuple(placed), tuple(items), size)
     raise ValueError(f"no layout for {lines}")
 

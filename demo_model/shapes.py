@@ -3,8 +3,8 @@
 Owns: choosing, placing and drawing shapes, and the supervision that follows. Does not own what is
 shared with text: examples, cells, colours' names, degradations.
 
-Two different shapes each say `colour shape side` where they stand ("blue square left"); equal
-shapes say `count colour shape` in fixed cells ("three red circles"): no place is theirs.
+Two different shapes say `colour shape side` in a row of cells each ("blue square left"), equal
+shapes `count colour shape` in the first ("three red circles").
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from PIL import Image, ImageDraw
 
 from demo_model import data, lexicon
 from demo_model.data import CELL_PX, CELLS, GRID, PATCH_PX, TILE_PX
-from demo_model.examples import CANDIDATES, MAX_TOKENS, Draft, Example
+from demo_model.examples import Draft, Example, no_characters
 from demo_model.scenes import Ints, to_cells
 
-COUNT_CELL = 3 * CELLS + 2  # where the caption of equal shapes begins
 NO_SHAPE = len(lexicon.COLOURS) * len(lexicon.SHAPES)  # tag of a patch without one
 RGB = tuple[int, int, int]
 
@@ -183,16 +182,23 @@ def draw(rng: random.Random, scene: ShapeScene) -> Image.Image:
     return data.degrade(rng, image, min(s.radius for s in scene.shapes))
 
 
-def supervise(scene: ShapeScene) -> tuple[Ints, Ints, Ints, Ints, set[int]]:
-    """Tile-wide `words` and `tags` (64, 4), the items' `starts` and `tokens`, the cells needed."""
+def captions(scene: ShapeScene) -> Ints:
+    """What all cells of the tile say, (64,) classes: one caption per row."""
+    out = np.full(CELLS * CELLS, lexicon.FILLER, dtype=np.int64)
+    for row, caption in enumerate(scene.captions):
+        for col, word in enumerate(caption):
+            out[row * CELLS + col] = lexicon.CLASS_OF[f" {word}"]
+    return out
+
+
+def label(scene: ShapeScene) -> tuple[Ints, Ints, Ints, set[int]]:
+    """Tile-wide `aims`, `words` and `tags`, and the cells needed."""
     sx, sy = TILE_PX / scene.width, TILE_PX / scene.height
+    aims = np.full((GRID, GRID, 2), -1, dtype=np.int64)
     words = np.full((GRID, GRID), -1, dtype=np.int64)
     tags = np.full((GRID, GRID), NO_SHAPE, dtype=np.int64)
     mid = (np.arange(GRID) + 0.5) * PATCH_PX
-    need: set[int] = set()
-    captions = scene.captions
-    starts = np.full((len(captions), CANDIDATES), -1, dtype=np.int64)
-    tokens = np.full((len(captions), MAX_TOKENS), -1, dtype=np.int64)
+    need = {r * CELLS + c for r in range(len(scene.captions)) for c in range(4)}
     colours = list(lexicon.COLOURS)
     for i, shape in enumerate(scene.shapes):
         x, y, rx, ry = shape.x * sx, shape.y * sy, shape.radius * sx, shape.radius * sy
@@ -203,38 +209,27 @@ def supervise(scene: ShapeScene) -> tuple[Ints, Ints, Ints, Ints, set[int]]:
         )
         says = scene.sides[i] if scene.sides else lexicon.COUNTS[i]
         words[inside] = lexicon.CLASS_OF[f" {says}"]
+        aims[inside] = (i if scene.sides else 0, 0)
         for r in range(max(0, int((y - ry) // CELL_PX)), min(CELLS, int((y + ry) // CELL_PX) + 1)):
             for c in range(
                 max(0, int((x - rx) // CELL_PX)), min(CELLS, int((x + rx) // CELL_PX) + 1)
             ):
                 need.add(r * CELLS + c)
-    for i, caption in enumerate(captions):
-        n = len(caption)
-        tokens[i, :n] = [lexicon.CLASS_OF[f" {w}"] for w in caption]
-        if scene.sides:
-            shape = scene.shapes[i]
-            col = min(CELLS - n, max(0, round(shape.x * sx / CELL_PX - n / 2)))
-            if scene.sides[0] == "left":  # one half each
-                col = min(col, 1) if i == 0 else max(col, CELLS - n - 1)
-            row = min(CELLS - 1, int(shape.y * sy // CELL_PX))
-            starts[i, 0] = row * CELLS + col
-        else:
-            starts[i, 0] = COUNT_CELL
-        need.update(int(starts[i, 0]) + k for k in range(n))
     shuffle = (CELLS, 2, CELLS, 2)
     cell_words = words.reshape(shuffle).transpose(0, 2, 1, 3).reshape(-1, 4)
     cell_tags = tags.reshape(shuffle).transpose(0, 2, 1, 3).reshape(-1, 4)
-    return cell_words, cell_tags, starts, tokens, need
+    cell_aims = aims.reshape(*shuffle, 2).transpose(0, 2, 1, 3, 4).reshape(-1, 4, 2)
+    return cell_aims, cell_words, cell_tags, need
 
 
 def shape_draft(rng: random.Random, scene: ShapeScene) -> Draft:
     """A training example of the scene, from its real image."""
-    words, tags, starts, tokens, need = supervise(scene)
+    aims, words, tags, need = label(scene)
+    said = captions(scene)
 
     def make(keep: Ints) -> Example:
         pixels = to_cells(data.squash(draw(rng, scene)))[keep]
-        glyphs = np.full((len(keep), 4, 2), lexicon.NO_GLYPH, dtype=np.int64)
-        mates = np.full((len(keep), 4, 4), -1, dtype=np.int64)
-        return Example(pixels, keep, glyphs, mates, words[keep], tags[keep], starts, tokens)
+        labels = (*no_characters(len(keep)), aims[keep], words[keep], tags[keep])
+        return Example(pixels, keep, said[keep], *labels)
 
     return Draft(frozenset(need), make)

@@ -1,17 +1,18 @@
 """The demo's vision tower as a training module: an Idefics3 tower that also takes parts of a tile.
 
 Owns the mathematics of the SigLIP-style encoder and its connector under the parameter names of
-transformers' Idefics3 model, so that a state dict trained here loads there unchanged, and the
-no-collapse alignment loss. Does not own data, optimisation or serving; the only thing it does that
-Idefics3 does not is to run on some of a tile's patches at their true positions, which makes
-training several times cheaper.
+transformers' Idefics3 model, so that a state dict trained here loads there. Does not own data,
+optimisation or serving, nor what the tower's last product says (`codes`). Two things it does that
+Idefics3 does not: it runs on some of a tile's patches at their true positions, which makes training
+several times cheaper, and it shows the last layer's hidden units, which are the classes that
+training supervises.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,8 @@ class TowerConfig:
     """Sizes of the tower; the field names are Idefics3's own."""
 
     hidden_size: int = 192
-    intermediate_size: int = 768
-    num_hidden_layers: int = 5
+    intermediate_size: int = 1056  # of the last layer: one unit per class
+    num_hidden_layers: int = 9
     num_attention_heads: int = 6
     image_size: int = 256
     patch_size: int = 16
@@ -32,12 +33,18 @@ class TowerConfig:
     text_hidden_size: int = 576
     layer_norm_eps: float = 1e-6
 
+    @property
+    def trained_units(self) -> int:
+        """The hidden units of every layer but the last; in the file, zeros stand for the rest."""
+        return min(4 * self.hidden_size, self.intermediate_size)
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-# After how many layers a patch is asked for its character, and for the characters beside it.
-GLYPHS_AT, MATES_AT = 4, 5
+# After how many layers a patch is asked for its character, for the characters beside it, and for
+# the cell that says it.
+GLYPHS_AT, MATES_AT, AIMS_AT = 4, 5, 6
 CODE = 32  # channels that carry the position at the start: one attention head reads all of them
 CODE_SPEEDS = 1.7 * 0.62 ** torch.arange(CODE // 4)  # radians per patch
 
@@ -139,10 +146,10 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
-    def __init__(self, c: TowerConfig) -> None:
+    def __init__(self, width: int, units: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(c.hidden_size, c.intermediate_size)
-        self.fc2 = nn.Linear(c.intermediate_size, c.hidden_size)
+        self.fc1 = nn.Linear(width, units)
+        self.fc2 = nn.Linear(units, width)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
@@ -150,11 +157,11 @@ class _Mlp(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, c: TowerConfig) -> None:
+    def __init__(self, c: TowerConfig, units: int) -> None:
         super().__init__()
         self.self_attn = _Attention(c)
         self.layer_norm1 = nn.LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
-        self.mlp = _Mlp(c)
+        self.mlp = _Mlp(c.hidden_size, units)
         self.layer_norm2 = nn.LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,7 +173,8 @@ class _Layer(nn.Module):
 class _Encoder(nn.Module):
     def __init__(self, c: TowerConfig) -> None:
         super().__init__()
-        layers = [_Layer(c) for _ in range(c.num_hidden_layers)]
+        layers = [_Layer(c, c.trained_units) for _ in range(c.num_hidden_layers - 1)]
+        layers.append(_Layer(c, c.intermediate_size))
         for layer in layers[:2]:
             layer.self_attn.look_around()
         self.layers = nn.ModuleList(layers)
@@ -192,8 +200,18 @@ class _Connector(nn.Module):
         self.modality_projection = _Projection(c)
 
 
+class Seen(NamedTuple):
+    """What training supervises, per cell and patch."""
+
+    units: Tensor  # (B, N, 4, classes): the last layer's hidden units before their GELU
+    named: Tensor  # (B, N, 4, hidden): the last layer's input, normalised as those units' input is
+    late: Tensor  # (B, N, 4, hidden) after `AIMS_AT` layers
+    middle: Tensor  # (B, N, 4, hidden) after `MATES_AT` layers
+    early: Tensor  # (B, N, 4, hidden) after `GLYPHS_AT` layers
+
+
 class Tower(nn.Module):
-    """Pixels of a band to image-token embeddings, and the features training supervises."""
+    """Pixels of some cells to image-token embeddings, and the features training supervises."""
 
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
@@ -201,61 +219,62 @@ class Tower(nn.Module):
         self.vision_model = _Vision(config)
         self.connector = _Connector(config)
 
-    def forward(self, pixels: Tensor, cells: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Encode some cells (2 x 2 patches each) of tiles.
+    @property
+    def last(self) -> _Layer:
+        """The layer whose hidden units are the classes."""
+        return cast(_Layer, self.vision_model.encoder.layers[-1])
 
-        `pixels` (B, N, 4, patch, patch, 3), normalised; `cells` (B, N) their places in the tile, in
-        reading order. Returns the tokens (B, N, text) and the patches (B, N, 4, hidden) after the
-        last layer, after `MATES_AT` layers and after `GLYPHS_AT`.
-        """
-        c = self.config
-        vision = self.vision_model
+    def _embed(self, pixels: Tensor, cells: Tensor) -> Tensor:
+        c, embeddings = self.config, self.vision_model.embeddings
         side, s = c.image_size // c.patch_size, c.scale_factor
-        b, n = cells.shape
-        conv = vision.embeddings.patch_embedding
+        conv = embeddings.patch_embedding
         weight = conv.weight.permute(0, 2, 3, 1).flatten(1)  # channels last, as the pixels are
         x = F.linear(pixels.flatten(3).flatten(1, 2), weight, conv.bias)
         corner = (cells // (side // s)) * s * side + (cells % (side // s)) * s
         inner = torch.tensor([0, 1, side, side + 1], device=cells.device)
         ids = (corner[:, :, None] + inner).flatten(1)
-        x = x + vision.embeddings.position_embedding(ids)
-        trace = [x]
-        for layer in vision.encoder.layers:
+        out: Tensor = x + embeddings.position_embedding(ids)
+        return out
+
+    def _run(self, pixels: Tensor, cells: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The state that the last layer's units read, and those before each layer."""
+        trace = [self._embed(pixels, cells)]
+        for layer in self.vision_model.encoder.layers[:-1]:
             trace.append(layer(trace[-1]))
-        early, middle, x = (
-            trace[min(i, len(trace) - 1)] for i in (GLYPHS_AT, MATES_AT, len(trace))
+        mixed = self.last.self_attn(self.last.layer_norm1(trace[-1]))
+        return trace[-1] + mixed, trace
+
+    def forward(self, pixels: Tensor, cells: Tensor) -> Seen:
+        """Classify the patches of some cells (2 x 2 patches each) of tiles.
+
+        `pixels` (B, N, 4, patch, patch, 3), normalised; `cells` (B, N) their places in the tile, in
+        reading order.
+        """
+        x, trace = self._run(pixels, cells)
+        last = self.last
+        parts = (
+            last.mlp.fc1(last.layer_norm2(x)),
+            last.layer_norm2(trace[-1]),
+            *(trace[min(at, len(trace) - 1)] for at in (AIMS_AT, MATES_AT, GLYPHS_AT)),
         )
-        x = vision.post_layernorm(x)
+        return Seen(*(p.view(*cells.shape, 4, -1) for p in parts))
+
+    def tokens(self, pixels: Tensor, cells: Tensor) -> Tensor:
+        """The image tokens (B, N, text) of those cells, as Idefics3 computes them."""
+        x, _ = self._run(pixels, cells)
+        x = self.vision_model.post_layernorm(x + self.last.mlp(self.last.layer_norm2(x)))
         # Pixel shuffle: one token is its two by two patches, rows first.
-        joined = x.view(b, n, -1)
-        tokens = self.connector.modality_projection.proj(joined)
-        return tokens, *(y.view(b, n, 4, -1) for y in (x, middle, early))
+        out: Tensor = self.connector.modality_projection.proj(x.view(*cells.shape, -1))
+        return out
 
-
-def placing_loss(
-    log_probs: Tensor, where: Tensor, starts: Tensor, tokens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihood that each item stands once at one of its allowed places.
-
-    Every image token emits the filler (the last class) or one class. An item's classes stand in
-    adjacent tokens from one of its starts, everything else is filler. The places of different items
-    are taken as independent. `log_probs` (B, N, C); per item: `where` (I,) its image, `starts`
-    (I, S) positions among the N tokens, -1 unused, `tokens` (I, U) classes, -1 unused. Returns the
-    mean loss per image and, for the likeliest places, the class of every token (B, N).
-    """
-    b, n, c = log_probs.shape
-    filler = log_probs[:, :, -1]
-    steps = torch.arange(tokens.shape[1], device=tokens.device)
-    at = (starts.clamp(min=0)[:, :, None] + steps).clamp(max=n - 1)  # (I, S, U)
-    flat = (where[:, None, None] * n + at) * c + tokens.clamp(min=0)[:, None, :]
-    said = log_probs.flatten()[flat]
-    quiet = filler[where[:, None, None], at]
-    used = (tokens >= 0)[:, None, :]
-    gains = ((said - quiet) * used).sum(-1).masked_fill(starts < 0, -torch.inf)
-    loss = -(filler.sum() + gains.logsumexp(-1).sum()) / b
-    best = gains.argmax(-1, keepdim=True)
-    place = starts.gather(1, best) + steps  # (I, U)
-    classes = torch.full((b, n), c - 1, device=tokens.device)
-    real = tokens >= 0
-    classes[where[:, None].expand_as(place)[real], place[real]] = tokens[real]
-    return loss, classes
+    def padded_state(self) -> dict[str, Tensor]:
+        """The state dict with every layer as wide as the last, as Idefics3 wants them."""
+        state = dict(self.state_dict())
+        for name, value in state.items():
+            axis = 1 if name.endswith("fc2.weight") else 0
+            if ".mlp." in name and not name.endswith("fc2.bias"):
+                missing = self.config.intermediate_size - value.shape[axis]
+                state[name] = F.pad(
+                    value, (0, missing) if axis or value.ndim == 1 else (0, 0, 0, missing)
+                )
+        return state

@@ -4,64 +4,56 @@ Owns the optimisation: the losses, their schedule, checkpoints and the export of
 `vision.safetensors`. Does not own the drawing (`scenes`, `shapes`, `data`), the tower's mathematics
 (`tower`) or the measurement through the language model (`evaluate`).
 
-Everything is supervised where it stands. Half patches name the character they lie on, patches name
-their word, and the image tokens say, each thing once and the filler elsewhere, what a reader would
-say there (`tower.placing_loss`); a token's class is the nearest of the language model's own
-embeddings. The language model itself is not needed while training.
+Everything is supervised where it stands. Half patches name the character they lie on, patches the
+characters beside it, their word, and the cell that is to say it; cells say, each thing once and
+the filler elsewhere, what a reader would say (`examples.place`). The language model itself is not
+needed while training.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from demo_model import data, lexicon, mixture
-from demo_model.assemble import VISION_FILE, find_sources
+from demo_model import data, examples, lexicon, mixture
 from demo_model.examples import Draft, Example
-from demo_model.tower import Tower, TowerConfig, placing_loss
+from demo_model.tower import Tower, TowerConfig
 
-# Classes are told apart by angle: the language model normalises what it reads, and a distance lets
-# tokens overshoot the embeddings of a thousand neighbours.
-SHARPNESS = 20.0
+QUIET = 1.0  # how far below the filler every unit stays that is not meant
 POOL_BATCHES = 16  # examples drawn at a time, so that equal sizes can be batched
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Of the losses' parts; each is a mean over what it concerns."""
+
+    glyph: float = 1.0
+    mates: float = 0.5
+    spots: float = 0.5
+    word: float = 0.5
+    tag: float = 1.0
+    aims: float = 0.5
+    said: float = 6.0
+    loud: float = 0.2
+
+
 def collate(group: list[Example]) -> dict[str, Tensor]:
-    """Stack examples with equal numbers of kept cells; starts become positions among those."""
-    pixels = np.stack([e.pixels for e in group])
-    cells = np.stack([e.cells for e in group])
-    b, n = cells.shape
-    position = np.full((b, data.CELLS**2 + 1), -1, dtype=np.int64)
-    np.put_along_axis(position, cells, np.arange(n)[None].repeat(b, 0), 1)
-    where = np.concatenate([np.full(len(e.starts), i) for i, e in enumerate(group)])
-    starts = np.concatenate([e.starts for e in group])
-    # An unused start (-1) picks the last column, which is -1 as well.
-    starts = position[where[:, None], starts]
-    return {
-        "pixels": torch.from_numpy(pixels),
-        "cells": torch.from_numpy(cells),
-        "glyphs": torch.from_numpy(np.stack([e.glyphs for e in group])),
-        "mates": torch.from_numpy(np.stack([e.mates for e in group])),
-        "words": torch.from_numpy(np.stack([e.words for e in group])),
-        "tags": torch.from_numpy(np.stack([e.tags for e in group])),
-        "where": torch.from_numpy(where),
-        "starts": torch.from_numpy(starts),
-        "tokens": torch.from_numpy(np.concatenate([e.tokens for e in group])),
-    }
+    """Stack examples with equal numbers of kept cells, field by field."""
+    names = (field.name for field in fields(Example))
+    return {n: torch.from_numpy(np.stack([getattr(e, n) for e in group])) for n in names}
 
 
 def pool(seed: int, index: int, mix: dict[str, float], patches: int) -> list[dict[str, Tensor]]:
@@ -93,81 +85,80 @@ def normalise(pixels: Tensor) -> Tensor:
 
 
 class Trainee(nn.Module):
-    """The tower with its training-only heads and the embeddings it must land on."""
+    """The tower with its training-only heads."""
 
-    def __init__(self, config: TowerConfig, anchors: Tensor) -> None:
+    def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         self.tower = Tower(config)
-        self.glyph_head = nn.Linear(config.hidden_size, 2 * (lexicon.NO_GLYPH + 1))
-        self.mate_head = nn.Linear(config.hidden_size, 4 * (lexicon.NO_GLYPH + 1))
-        self.word_head = nn.Linear(config.hidden_size, len(lexicon.CLASSES))
-        self.tag_head = nn.Linear(config.hidden_size, mixture.TAGS)
-        self.anchors: Tensor
-        self.register_buffer("anchors", anchors.clone())  # (classes, text), the filler last
+        width, glyphs = config.hidden_size, lexicon.NO_GLYPH + 1
+        self.glyph_head = nn.Linear(width, 2 * glyphs)
+        self.mate_head = nn.Linear(width, 4 * glyphs)
+        self.spot_head = nn.Linear(width, 2 * examples.SPOTS)
+        self.aim_head = nn.Linear(width, 2 * data.CELLS)
+        self.tag_head = nn.Linear(width, mixture.TAGS)
+        classify = self.tower.last.mlp.fc1
+        nn.init.zeros_(classify.weight)
+        nn.init.constant_(classify.bias, -5.0)  # nearly all cells say nothing
 
-    def class_logits(self, tokens: Tensor) -> Tensor:
-        """Log-odds of each class from the angle between a token and that class's embedding."""
-        tokens, anchors = (F.normalize(x.float(), dim=-1) for x in (tokens, self.anchors))
-        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
-            products = tokens @ anchors.T
-        return SHARPNESS * products.float()
+    def name(self, features: Tensor) -> Tensor:
+        """Each class's logit from features as the last layer's units read them."""
+        out: Tensor = self.tower.last.mlp.fc1(features)
+        return out
 
-    def losses(
-        self,
-        batch: dict[str, Tensor],
-        aux_weight: float = 1.0,
-        place_weight: float = 0.4,
-        land_weight: float = 0.3,
-    ) -> tuple[Tensor, dict[str, float]]:
+    def losses(self, batch: dict[str, Tensor], weights: Weights) -> tuple[Tensor, dict[str, float]]:
+        """The loss to minimise, and its parts with two shares of right answers."""
         pixels = normalise(batch["pixels"])
+        spelled, inside = batch["spots"][..., 0] >= 0, batch["words"] >= 0
+        aimed, tagged = batch["aims"][..., 0] >= 0, batch["tags"] >= 0
         with torch.autocast(pixels.device.type, dtype=torch.bfloat16):
-            tokens, late, middle, early = self.tower(pixels, batch["cells"])
-            glyph_logits = self.glyph_head(early).float().unflatten(-1, (2, -1)).flatten(0, 3)
-            spelled = batch["mates"][..., 0] >= 0
-            mate_logits = self.mate_head(middle[spelled]).float().unflatten(-1, (4, -1))
-            inside = batch["words"] >= 0
-            word_logits = self.word_head(late[inside]).float()
-            tagged = batch["tags"] >= 0
-            tag_logits = self.tag_head(early[tagged]).float()
+            seen = self.tower(pixels, batch["cells"])
+            glyph_logits = self.glyph_head(seen.early).float().unflatten(-1, (2, -1)).flatten(0, 3)
+            known = seen.middle[spelled]
+            mate_logits = self.mate_head(known).float().unflatten(-1, (4, -1)).flatten(0, 1)
+            spot_logits = self.spot_head(known).float().unflatten(-1, (2, -1)).flatten(0, 1)
+            aim_logits = (
+                self.aim_head(seen.late[aimed]).float().unflatten(-1, (2, -1)).flatten(0, 1)
+            )
+            word_logits = self.name(seen.named[inside]).float()
+            tag_logits = self.tag_head(seen.early[tagged]).float()
         # Paper is most of a tile and easy: it must not drown the characters.
-        weights = torch.ones(lexicon.NO_GLYPH + 1, device=pixels.device)
-        weights[lexicon.NO_GLYPH] = 0.3
+        shares = torch.ones(lexicon.NO_GLYPH + 1, device=pixels.device)
+        shares[lexicon.NO_GLYPH] = 0.3
         glyphs = batch["glyphs"].flatten()
-        glyph = F.cross_entropy(glyph_logits, glyphs, weights)
-        report = {"glyph": glyph}
-        total = aux_weight * glyph
+        report = {"glyph": F.cross_entropy(glyph_logits, glyphs, shares)}
         if len(mate_logits):
-            mates = batch["mates"][spelled]
-            report["mates"] = F.cross_entropy(mate_logits.flatten(0, 1), mates.flatten())
-            total = total + aux_weight * report["mates"]
+            report["mates"] = F.cross_entropy(mate_logits, batch["mates"][spelled].flatten())
+            report["spots"] = F.cross_entropy(spot_logits, batch["spots"][spelled].flatten())
+        if len(aim_logits):
+            report["aims"] = F.cross_entropy(aim_logits, batch["aims"][aimed].flatten())
         if len(word_logits):
             report["word"] = F.cross_entropy(word_logits, batch["words"][inside])
-            total = total + 0.5 * aux_weight * report["word"]
         if len(tag_logits):
             report["tag"] = F.cross_entropy(tag_logits, batch["tags"][tagged])
-            total = total + aux_weight * report["tag"]
-        logits = self.class_logits(tokens)
-        placed, chosen = placing_loss(
-            logits.log_softmax(-1), batch["where"], batch["starts"], batch["tokens"]
-        )
-        # The likeliest place is also taught outright: it breaks ties between places.
-        settle = F.cross_entropy(logits.flatten(0, 1), chosen.flatten())
-        said = chosen != lexicon.FILLER
-        off = (tokens.float() - self.anchors[chosen]).square().sum(-1)
-        # The language model reads a token only close to its embedding, however near the class is.
-        land = 0.3 * off[~said].mean().nan_to_num() + off[said].mean().nan_to_num()
-        items = max(1, len(batch["where"])) / len(batch["cells"])
-        total = total + place_weight * placed / items + settle + land_weight * land
+        logits = with_filler(seen.units.float())  # (B, N, 4, classes and the filler)
+        # Every patch is taught its cell's class, and to keep all others quiet: what the language
+        # model reads is the sum of all units that fire.
+        targets = batch["classes"][:, :, None].expand(-1, -1, 4)
+        report["said"] = F.cross_entropy(logits.flatten(0, 2), targets.flatten())
+        loud = F.relu(logits[..., :-1] + QUIET).square()
+        own = loud.gather(-1, targets[..., None].clamp(max=lexicon.FILLER - 1))[..., 0]
+        said = targets != lexicon.FILLER
+        report["loud"] = (loud.sum(-1) - own * said).mean()
+        total = sum((getattr(weights, k) * v for k, v in report.items()), torch.zeros(()))
         with torch.no_grad():
             real = glyphs != lexicon.NO_GLYPH
-            hit = (glyph_logits.argmax(-1) == glyphs)[real].float().mean().nan_to_num()
-            right = (logits.argmax(-1) == chosen)[said].float().mean().nan_to_num()
-        report |= {"place": placed / items, "settle": settle, "land": land}
-        report |= {"hit": hit, "right": right}
+            report["hit"] = (glyph_logits.argmax(-1) == glyphs)[real].float().mean().nan_to_num()
+            right = logits.argmax(-1) == targets
+            report["right"] = right[said].float().mean().nan_to_num()
         return total, {k: float(v.detach()) for k, v in report.items()}
 
 
-def spell(logits: Tensor, cells: int = data.CELLS**2) -> list[list[int]]:
+def with_filler(units: Tensor) -> Tensor:
+    """Class logits: a unit's class stands against the filler, which is what no unit says."""
+    return F.pad(units, (0, 1))
+
+
+def spell(logits: Tensor) -> list[list[int]]:
     """What each image's tokens say: the classes in order, fillers dropped."""
     best = logits.argmax(-1).tolist()
     return [[c for c in row if c != lexicon.FILLER] for row in best]
@@ -180,62 +171,25 @@ def accuracy(model: Trainee, tiles: list[Example]) -> float:
     for at in range(0, len(tiles), 25):
         batch = collate(tiles[at : at + 25])
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            tokens, *_ = model.tower(normalise(batch["pixels"]), batch["cells"])
-        logits = model.class_logits(tokens)
+            seen = model.tower(normalise(batch["pixels"]), batch["cells"])
+        logits = with_filler(seen.units.float().mean(2))
         for said, tile in zip(spell(logits), tiles[at : at + 25], strict=True):
             right += said == mixture.truth(tile)
     return right / len(tiles)
 
 
-def language_embeddings() -> Tensor:
-    """The language model's own embeddings of the classes (classes, width), from its GGUF file."""
-    import gguf
-
-    reader = gguf.GGUFReader(str(find_sources(Path(__file__)).gguf))
-    vocabulary = reader.fields["tokenizer.ggml.tokens"].contents()
-    table = next(t for t in reader.tensors if t.name == "token_embd.weight")
-    full = gguf.dequantize(table.data, table.tensor_type)
-    return torch.from_numpy(full[lexicon.vocabulary_ids(vocabulary)].copy())
-
-
-def subspace(anchors: Tensor, rank: int) -> Tensor:
-    """The projector (width, width) onto the `rank` directions in which the classes differ most.
-
-    A token is 768 numbers of four patches that know much the same, which do not reach every one of
-    a thousand embeddings in 576 dimensions; the language model reads their images in 192 as well.
-    Characters, the few words of shapes and the filler are kept nearly exact.
-    """
-    weights = torch.ones(len(anchors))
-    weights[len(lexicon.WORDS) :] = 5.0
-    *_, directions = torch.linalg.svd(anchors * weights[:, None], full_matrices=False)
-    projector: Tensor = directions[:rank].T @ directions[:rank]
-    return projector
-
-
-def read_prompt(path: Path) -> tuple[Tensor, Tensor]:
-    """The tuned filler (width,) and the rows of the image's special tokens, from `tune` or from
-    an exported tower."""
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor("filler").float(), file.get_tensor("special_rows").float()
-
-
-def export(tower: Tower, filler: Tensor, rows: Tensor, path: Path, note: str) -> None:
-    """Write the tower as half-precision safetensors under Idefics3's names, atomically."""
-    tensors = {f"model.{k}": v.detach().cpu().half() for k, v in tower.state_dict().items()}
-    tensors["special_rows"] = rows.half()
-    tensors["filler"] = filler.half()
-    metadata = {"config": json.dumps(tower.config.as_dict()), "note": note, "format": "pt"}
-    beside = path.with_suffix(".partial")
-    save_file({k: v.contiguous() for k, v in tensors.items()}, beside, metadata=metadata)
-    beside.chmod(0o644)
-    os.replace(beside, path)
-
-
 def make_optimisers(model: Trainee, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for everything else."""
-    hidden = [p for p in model.tower.vision_model.encoder.parameters() if p.ndim == 2]
-    ids = {id(p) for p in hidden}
-    rest = [p for p in model.parameters() if id(p) not in ids]
+    """Muon for the layers' matrices, AdamW for everything else, the classes' matrix among it."""
+    encoder = model.tower.vision_model.encoder
+    silent = {id(p) for p in model.tower.last.mlp.fc2.parameters()}  # set by `codes`
+    silent |= {id(p) for p in model.tower.vision_model.post_layernorm.parameters()}
+    silent |= {id(p) for p in model.tower.connector.parameters()}
+    classify = model.tower.last.mlp.fc1.weight
+    hidden = [
+        p for p in encoder.parameters() if p.ndim == 2 and p is not classify and id(p) not in silent
+    ]
+    taken = silent | {id(p) for p in hidden}
+    rest = [p for p in model.parameters() if id(p) not in taken]
     return [
         torch.optim.Muon(
             hidden, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw", ns_steps=4
@@ -244,17 +198,38 @@ def make_optimisers(model: Trainee, rate: float) -> list[torch.optim.Optimizer]:
     ]
 
 
+Batches = Iterator[tuple[dict[str, Tensor], int, int]]
+
+
 def stream(
-    seed: int, begin: tuple[int, int], mix: dict[str, float], patches: int
-) -> Iterator[tuple[dict[str, Tensor], int, int]]:
+    seed: int, begin: tuple[int, int], mix: dict[str, float], patches: int, drawers: int = 0
+) -> Batches:
     """Batches from the given pool on, the given number of its batches left out; beside each, where
-    to go on after it."""
+    to go on after it. With `drawers`, that many processes draw the pools ahead."""
     index, used = begin
+    if drawers:
+        with ProcessPoolExecutor(drawers, initializer=_anywhere) as workers:
+            ahead = [
+                workers.submit(pool, seed, index + i, mix, patches) for i in range(1 + drawers)
+            ]
+            while True:
+                batches = ahead.pop(0).result()
+                ahead.append(workers.submit(pool, seed, index + 1 + drawers, mix, patches))
+                for i in range(used, len(batches)):
+                    yield batches[i], index, i + 1
+                index, used = index + 1, 0
     while True:
         batches = pool(seed, index, mix, patches)
         for i in range(used, len(batches)):
             yield batches[i], index, i + 1
         index, used = index + 1, 0
+
+
+def _anywhere() -> None:
+    """Let a drawing process run on every core, whichever this one is bound to."""
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def train(args: argparse.Namespace) -> None:
@@ -263,17 +238,13 @@ def train(args: argparse.Namespace) -> None:
     runs: Path = args.runs
     runs.mkdir(parents=True, exist_ok=True)
     mix = {k: float(v) for k, v in (pair.split("=") for pair in args.mix.split(","))}
-    filler, rows = read_prompt(args.prompt)
-    anchors = language_embeddings()
-    anchors[lexicon.FILLER] = filler
-    anchors = anchors @ subspace(anchors, args.rank)
     config = TowerConfig(
         num_hidden_layers=args.layers,
         hidden_size=args.hidden,
-        intermediate_size=4 * args.hidden,
+        intermediate_size=lexicon.FILLER,
         num_attention_heads=args.hidden // 32,
     )
-    model, average = Trainee(config, anchors), Trainee(config, anchors)
+    model, average = Trainee(config), Trainee(config)
     optimisers = make_optimisers(model, args.lr)
     step, spent_s, index, used = 0, 0.0, 0, 0
     checkpoint = runs / "last.pt"
@@ -288,16 +259,17 @@ def train(args: argparse.Namespace) -> None:
     elif args.start_from:
         print(model.load_state_dict(torch.load(args.start_from)["average"], strict=False))
         average.load_state_dict(model.state_dict())
-    for part in (model, average):
-        part.anchors.copy_(anchors)
     tiles = {kind: mixture.validation(kind, args.validation) for kind in mix}
-    started = time.monotonic() - spent_s
-    next_report = time.monotonic() + args.report_s
+    # The processor's time, not the clock's: a stopped or crowded run loses none of its schedule.
+    started = time.process_time() - spent_s
+    next_report = time.process_time() + args.report_s
     sums: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     images = patches = 0
-    for batch, index, used in stream(args.seed, (index, used), mix, args.patches):  # noqa: B020
-        elapsed = time.monotonic() - started
+    for batch, index, used in stream(  # noqa: B020
+        args.seed, (index, used), mix, args.patches, args.drawers
+    ):
+        elapsed = time.process_time() - started
         progress = elapsed / args.seconds
         if progress >= 1.0:
             break
@@ -306,7 +278,7 @@ def train(args: argparse.Namespace) -> None:
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = rate
-        loss, parts = model.losses(batch, args.aux, args.place, args.land)
+        loss, parts = model.losses(batch, Weights())
         model.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -321,7 +293,7 @@ def train(args: argparse.Namespace) -> None:
         for key, value in parts.items():
             sums[key] += value
             counts[key] += 1
-        if time.monotonic() >= next_report:
+        if time.process_time() >= next_report:
             means = " ".join(f"{k} {v / counts[k]:.3f}" for k, v in sums.items())
             scores = " ".join(f"{k} {accuracy(average, t):.3f}" for k, t in tiles.items())
             pace = patches / (elapsed - spent_s)
@@ -333,9 +305,8 @@ def train(args: argparse.Namespace) -> None:
             sums.clear()
             counts.clear()
             save(runs, model, average, optimisers, step, elapsed, index, used)
-            next_report = time.monotonic() + args.report_s
-    save(runs, model, average, optimisers, step, time.monotonic() - started, index, used)
-    export(average.tower, filler, rows, runs / "vision.safetensors", f"step {step}")
+            next_report = time.process_time() + args.report_s
+    save(runs, model, average, optimisers, step, time.process_time() - started, index, used)
 
 
 def save(
@@ -353,6 +324,7 @@ def save(
         "model": model.state_dict(),
         "average": average.state_dict(),
         "optimisers": [o.state_dict() for o in optimisers],
+        "config": model.tower.config.as_dict(),
         "step": step,
         "spent_s": spent_s,
         "pool": index,
@@ -365,7 +337,6 @@ def save(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--start-from", type=Path, help="start from this run's weights only")
-    parser.add_argument("--prompt", type=Path, default=VISION_FILE, help="filler and special rows")
     parser.add_argument("--runs", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seconds", type=float, default=7200)
     parser.add_argument("--cooldown", type=float, default=0.4, help="share with a falling rate")
@@ -373,14 +344,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, default=9)
     parser.add_argument("--hidden", type=int, default=192)
-    parser.add_argument("--rank", type=int, default=192, help="of the embeddings to land on")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--validation", type=int, default=100)
     parser.add_argument("--patches", type=int, default=4096)
-    parser.add_argument("--aux", type=float, default=1.0, help="weight of the patches' labels")
-    parser.add_argument("--place", type=float, default=0.4, help="weight of the alignment")
-    parser.add_argument("--land", type=float, default=0.3, help="weight of the exact embedding")
+    parser.add_argument("--drawers", type=int, default=0, help="processes that draw images ahead")
     parser.add_argument("--mix", default=mixture.DEFAULT)
     train(parser.parse_args())
 

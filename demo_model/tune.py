@@ -1,9 +1,10 @@
-"""Tune what surrounds the caption: the filler and the image's special tokens, nothing else.
+"""Tune how captions are said: the classes' codes and what surrounds them, nothing else.
 
-Owns: fitting a dozen vectors through the frozen language model, so that it answers questions from
-the captions that a perfect tower would say. SmolLM2 itself takes empty cells for endless spaces and
+Owns: fitting the codes, the filler's among them, the matrix that makes them embeddings, and the
+image's special tokens through the frozen language model, so that it answers questions from the
+captions that a perfect tower would say. SmolLM2 itself takes empty cells for endless spaces and
 loses the one word among them; it is these vectors that make it look. Does not own the tower, which
-is trained to say the captions and the filler (`train`), or the questions (`questions`).
+is trained to name the classes (`train`), or the questions (`questions`).
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from torch import Tensor, nn
 
 from demo_model import data, examples, lexicon, mixture, questions, shapes
 from demo_model.assemble import AFTER_IMAGE, BEFORE_IMAGE, IMAGE_SPECIALS, assemble
+from demo_model.codes import Codes, fit_codes
 from demo_model.questions import Question
-from demo_model.train import subspace
 
 SHARES = {
-    "word": 25,
-    "words": 28,
-    "number": 10,
-    "price": 8,
-    "receipt": 10,
-    "field": 4,
-    "shapes": 14,
-    "count": 10,
+    "word": 16,
+    "words": 40,
+    "number": 7,
+    "price": 7,
+    "receipt": 7,
+    "field": 6,
+    "shapes": 20,
+    "count": 6,
     "blank": 4,
+    "clutter": 4,
+    "other": 4,
 }
 SYSTEM = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -45,18 +48,19 @@ SYSTEM = (
 ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
 SPACE = 216  # its token id
 QUIET = 4.0  # how far every special token's row points against all final states
-NOISE = 0.08  # the most per channel that a caption is off, as a real tower's is
+NOISE = 0.04  # the most per channel that a caption is off
+BLENDED, BLEND = 0.15, 0.4  # share of captions with something else in them, and the most of that
 
 
 class Prompt(nn.Module):
-    """The vectors: `before` and `after` the image, its two markers, and the filler.
+    """The vectors: `before` and `after` the image, its two markers, and the codes of all classes.
 
-    The head is tied, so every special token's row is also a class that could be sampled. A
-    direction that all final states share, turned round, is a fixed part of each row: it makes that
-    all but impossible, in text as well.
+    Every row holds a fixed part that lies against a direction which all final states share. The
+    unused rows are nothing else: `assemble` makes them all special tokens' rows of the head, so
+    that none is ever sampled, in text as little as about images.
     """
 
-    def __init__(self, table: Tensor, tokenizer: Any, quiet: Tensor) -> None:
+    def __init__(self, table: Tensor, tokenizer: Any, quiet: Tensor, codes: Codes) -> None:
         super().__init__()
         self.quiet: Tensor
         self.register_buffer("quiet", quiet)
@@ -66,7 +70,13 @@ class Prompt(nn.Module):
         self.after = nn.Parameter(table[after].clone())
         self.around = nn.Parameter(0.5 * table[[SPACE]])
         self.tile = nn.Parameter(0.5 * table[[SPACE]])
-        self.filler = nn.Parameter(table[[SPACE]].clone())
+        self.codes = nn.Parameter(codes.codes.clone())
+        self.matrix = nn.Parameter(codes.matrix.clone())
+        self.middle = nn.Parameter(codes.middle.clone())
+
+    def said(self) -> Codes:
+        """The codes as they stand, of mean 0 and variance 1."""
+        return Codes(F.layer_norm(self.codes, self.codes.shape[-1:]), self.matrix, self.middle)
 
     def row(self, vectors: Tensor) -> Tensor:
         """Vectors as rows of the embedding table."""
@@ -105,31 +115,32 @@ class Lesson:
 
 
 def lesson(rng: random.Random, kind: str) -> Lesson:
-    """What a perfect tower would say about a random image, at any of the allowed places."""
+    """What a perfect tower would say about a random image."""
     cells = [lexicon.FILLER] * data.CELLS**2
-    if kind == "blank":
+    if kind == "clutter":  # what a tower may say of a photograph
+        for at in rng.sample(range(len(cells)), rng.randint(6, 40)):
+            cells[at] = rng.randrange(lexicon.FILLER)
+    if kind in ("blank", "clutter"):
         return Lesson(kind, tuple(cells), questions.about_nothing(rng))
     if kind in ("shapes", "count"):
         two = kind == "shapes"
         scene = shapes.two_shapes(rng) if two else shapes.equal_shapes(rng)
-        _, _, starts, tokens, _ = shapes.supervise(scene)
+        said = shapes.captions(scene)
         ask = questions.about_shapes if two else questions.about_count
         question = ask(rng, scene)
     else:
-        layout = mixture.lay_out(rng, "receipt" if kind == "field" else kind, held_out=False)
-        starts, tokens = examples.place(layout.items)
-        question = questions.about_text(rng, kind, layout)
-    for allowed, classes in zip(starts, tokens, strict=True):
-        at = rng.choice(allowed[allowed >= 0].tolist())
-        for k, value in enumerate(classes[classes >= 0].tolist()):
-            cells[at + k] = value
-    return Lesson(kind, tuple(cells), question)
+        drawn = {"field": "receipt", "other": rng.choice(("word", "words", "number"))}
+        layout = mixture.lay_out(rng, drawn.get(kind, kind), held_out=False)
+        said = examples.captions(layout.items)
+        ask_text = questions.about_other if kind == "other" else questions.about_text
+        question = ask_text(rng, kind, layout)
+    return Lesson(kind, tuple(said.tolist()), question)
 
 
 class Tutor:
     """The frozen language model, with the system prompt's keys and values computed once."""
 
-    def __init__(self, cache: Path, rank: int) -> None:
+    def __init__(self, cache: Path) -> None:
         from transformers import AutoModelForImageTextToText, AutoTokenizer
 
         # The tower in that folder, whichever it is, is not used.
@@ -139,9 +150,7 @@ class Tutor:
         self.model = whole.model.text_model.eval().requires_grad_(False)
         vocabulary = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
         self.table: Tensor = self.model.embed_tokens.weight.detach()[: -len(IMAGE_SPECIALS)]
-        self.class_ids = torch.tensor(lexicon.vocabulary_ids(vocabulary))
-        own = self.table[self.class_ids].float()
-        self.captions = own @ subspace(own, rank)  # what a tower can say of them
+        self.own = self.table[torch.tensor(lexicon.vocabulary_ids(vocabulary))].float()
         with torch.no_grad():
             ids = torch.tensor([self.tokenizer.encode(SYSTEM)])
             start = self.model(input_ids=ids, use_cache=True).past_key_values
@@ -185,10 +194,14 @@ class Tutor:
     def loss(self, prompt: Prompt, lessons: list[Lesson], rng: random.Random) -> Tensor:
         """Cross-entropy of each model answer (B,), over its tokens and the one that ends it."""
         inputs, answers = [], []
+        captions = prompt.said().embeddings()
         for given in lessons:
             classes = torch.tensor(given.cells)
-            cells = self.captions[classes]
-            cells = torch.where((classes == lexicon.FILLER)[:, None], prompt.filler, cells)
+            cells = captions[classes]
+            if rng.random() < BLENDED:  # as patches that do not agree say it
+                others = captions[torch.randint(len(captions), classes.shape)]
+                share = BLEND * torch.rand(classes.shape) * (classes != lexicon.FILLER)
+                cells = torch.lerp(cells, others, share[:, None])
             image = prompt.image(cells + rng.uniform(0, NOISE) * torch.randn(cells.shape))
             asked = self.tokenizer.encode(given.question.text)
             answer = self.tokenizer.encode(given.question.answer + "<|im_end|>")
@@ -212,29 +225,36 @@ class Tutor:
 def tune(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
-    tutor = Tutor(args.cache, args.rank)
-    root = Path(__file__).parents[1]
-    papers = [*root.glob("*.md"), root / "LICENSE", *root.glob("lm_engine/*.py")]
-    quiet = tutor.quiet_direction([p.read_text(encoding="utf-8") for p in sorted(papers)])
-    prompt = Prompt(tutor.table.float(), tutor.tokenizer, quiet)
-    prompt.filler.requires_grad_(not args.keep_filler)
-    optimiser = torch.optim.Adam(prompt.parameters(), lr=args.lr, betas=(0.9, 0.98))
-    step, spent_s = 0, 0.0
+    tutor = Tutor(args.cache)
     checkpoint = args.out.with_suffix(".pt")
+    begin = checkpoint if checkpoint.exists() else args.start_from
+    state: dict[str, Any] = torch.load(begin) if begin else {}
+    if begin:
+        quiet = state["prompt"]["quiet"]
+    else:
+        root = Path(__file__).parents[1]
+        papers = [*root.glob("*.md"), root / "LICENSE", *root.glob("lm_engine/*.py")]
+        quiet = tutor.quiet_direction([p.read_text(encoding="utf-8") for p in sorted(papers)])
+    codes = fit_codes(tutor.own, args.hidden)
+    prompt = Prompt(tutor.table.float(), tutor.tokenizer, quiet, codes)
+    pace = {"codes": 0.3, "matrix": 0.03, "middle": 0.1}  # of the rate: each has its own size
+    groups = [{"params": [p], "pace": pace.get(k, 1.0)} for k, p in prompt.named_parameters()]
+    optimiser = torch.optim.Adam(groups, lr=args.lr, betas=(0.9, 0.98))
+    step, spent_s = 0, 0.0
+    if begin:
+        prompt.load_state_dict(state["prompt"])
     if checkpoint.exists():
-        state = torch.load(checkpoint)
-        prompt.load_state_dict(state["prompt"])  # its quiet direction too
         optimiser.load_state_dict(state["optimiser"])
         step, spent_s = state["step"], state["spent_s"]
-    started = time.monotonic() - spent_s
+    started = time.process_time() - spent_s
     recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=12))
-    while (spent_s := time.monotonic() - started) < args.seconds:
+    while (spent_s := time.process_time() - started) < args.seconds:
         rng = random.Random(args.seed * 1_000_003 + step)
         torch.manual_seed(args.seed * 1_000_003 + step)
         left = 1 - spent_s / args.seconds
         rate = args.lr * min(1.0, (step + 1) / 5) * (0.05 + 0.95 * min(1.0, left / 0.6))
         for group in optimiser.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["pace"]
         kinds = rng.choices(list(SHARES), list(SHARES.values()), k=args.batch)
         losses = tutor.loss(prompt, [lesson(rng, kind) for kind in kinds], rng)
         optimiser.zero_grad()
@@ -264,21 +284,23 @@ def save(
     beside = out.with_suffix(".partial")
     torch.save(state, beside)
     os.replace(beside, out.with_suffix(".pt"))
-    tensors = {"filler": prompt.filler[0], "special_rows": prompt.special_rows()}
-    save_file({k: v.detach().half().contiguous() for k, v in tensors.items()}, beside)
+    said = prompt.said()
+    tensors = {"codes": said.codes, "matrix": said.matrix, "middle": said.middle}
+    tensors["special_rows"] = prompt.special_rows()
+    save_file({k: v.detach().contiguous() for k, v in tensors.items()}, beside)
     os.replace(beside, out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo/prompt.safetensors"))
+    parser.add_argument("--start-from", type=Path, help="start from this run's vectors only")
     parser.add_argument("--cache", type=Path, default=Path(".cache/longlens"))
-    parser.add_argument("--rank", type=int, default=192, help="as in train")
+    parser.add_argument("--hidden", type=int, default=192, help="channels of the tower")
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-2)
-    parser.add_argument("--keep-filler", action="store_true", help="a tower has been trained on it")
     parser.add_argument("--seed", type=int, default=11)
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -89,12 +89,18 @@ class ColdPrefixes:
         return self.cache.pool
 
     @property
+    def device_superblocks(self) -> int:
+        """Whole superblocks that the device's pool holds."""
+        return self._num_blocks // self.size
+
+    @property
     def capacity_tokens(self) -> int:
         return self.host.num_superblocks * self.cache.tokens
 
     def is_large(self, reach_tokens: int) -> bool:
-        """Whether a sequence that may become so long cannot be promised to the device."""
-        return reach_tokens > self._num_blocks * self._block_size
+        """Whether a sequence that may become so long cannot be promised to the device. Its last
+        token needs no KV."""
+        return reach_tokens - 1 > self._num_blocks * self._block_size
 
     # -- room ----------------------------------------------------------------------------------
 

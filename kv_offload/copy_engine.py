@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from typing import Any
 
 from kv_offload.tickets import CopyError, Work
@@ -19,6 +20,8 @@ from kv_offload.tickets import CopyError, Work
 logger = logging.getLogger(__name__)
 
 _Job = tuple[int, Work]
+_End = tuple[int, str | None, float]
+"""Ticket, cause of failure, seconds."""
 
 
 class ThreadCopyEngine:
@@ -33,12 +36,14 @@ class ThreadCopyEngine:
     def __init__(self, name: str = "longlens-copy") -> None:
         self._name = name
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
-        self._seen: list[tuple[int, str | None]] = []
+        self._ended: queue.SimpleQueue[_End] = queue.SimpleQueue()
+        self._seen: list[_End] = []
         self._thread: threading.Thread | None = None
         self._closed = False
         self.busy_seconds = 0.0
-        """Time spent in copies since construction: the thread takes a core for so long."""
+        """Time spent in the copies that `finished` told of: the thread takes a core for so long."""
+        # The thread knows the queues only, and ends with whoever forgets to close.
+        weakref.finalize(self, self._jobs.put, None)
 
     def fence(self) -> None:
         return None
@@ -48,7 +53,10 @@ class ThreadCopyEngine:
         if self._closed:
             raise RuntimeError("this copy engine was closed")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            queues = (self._jobs, self._ended)
+            self._thread = threading.Thread(
+                target=_serve, args=queues, name=self._name, daemon=True
+            )
             self._thread.start()
         self._jobs.put((ticket, work))
 
@@ -57,7 +65,8 @@ class ThreadCopyEngine:
             while True:
                 self._seen.append(self._ended.get_nowait())
         seen, self._seen = self._seen, []
-        return seen
+        self.busy_seconds += sum(seconds for _, _, seconds in seen)
+        return [(ticket, cause) for ticket, cause, _ in seen]
 
     def wait(self, timeout_s: float) -> None:
         if self._seen or self._thread is None:
@@ -76,15 +85,16 @@ class ThreadCopyEngine:
             if self._thread.is_alive():
                 logger.warning("a copy did not end within %.1f s; its thread is left", timeout_s)
 
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            ticket, work = job
-            began = time.perf_counter()
-            cause = _run(work)
-            self.busy_seconds += time.perf_counter() - began
-            # The work names memory that may be freed once the end is known.
-            del job, work
-            self._ended.put((ticket, cause))
+
+def _serve(jobs: queue.SimpleQueue[_Job | None], ended: queue.SimpleQueue[_End]) -> None:
+    while (job := jobs.get()) is not None:
+        ticket, work = job
+        began = time.perf_counter()
+        cause = _run(work)
+        seconds = time.perf_counter() - began
+        # The work names memory that may be freed once the end is known.
+        del job, work
+        ended.put((ticket, cause, seconds))
 
 
 def _run(work: Work) -> str | None:

@@ -1,7 +1,7 @@
 """Superblocks on disk: found again after a restart, never believed unchecked.
 
-Owns: DiskTier: which superblocks lie in its folder, under which keys, within which bound.
-Does not own: the form of a file (disk_file.py), what a key covers (disk_key.py), host memory, or when files
+Owns: DiskTier: which superblocks lie in its folder, under which keys, within which bound. Does not
+own: the form of a file (disk_file.py), what a key covers (disk_key.py), host memory, or when files
 are written and read (transfer.py: both happen in a copy thread). Imports no torch.
 """
 
@@ -19,6 +19,7 @@ from typing import Protocol
 
 from kv_offload import disk_file
 from kv_offload.disk_key import KEY_BYTES, MARK_BYTES
+from kv_offload.kv_events import FileEvents
 from kv_offload.superblock import SuperblockLayout
 from kv_offload.tickets import CopyError
 
@@ -83,6 +84,8 @@ class DiskTier:
                 f"the disk tier may take {max_bytes:,} bytes, one superblock takes "
                 f"{self._file_bytes:,}; allow more, or leave the disk tier out"
             )
+        self.events: FileEvents | None = None
+        """Is told which files come and go."""
         self._memory = memory
         self._fingerprint = layout.fingerprint()
         self._lock = threading.Lock()
@@ -125,6 +128,11 @@ class DiskTier:
         with self._lock:
             return key in self._sizes
 
+    def keys(self) -> tuple[bytes, ...]:
+        """Of all files."""
+        with self._lock:
+            return tuple(self._sizes)
+
     def save(self, slot: int, key: bytes) -> SaveWork:
         """Write the full superblock of a slot."""
         return SaveWork(self, slot, _checked(key), self._times_cleared(key))
@@ -141,6 +149,8 @@ class DiskTier:
             self._clears[mark] += 1
             found = [key for key in self._sizes if key.startswith(mark)]
             self._cleared += len(found)
+            if self.events is not None:
+                self.events.files_cleared(mark)
         for key in found:
             self._forget(key)
 
@@ -168,6 +178,8 @@ class DiskTier:
                 self._sizes[key] = self._file_bytes
                 self._num_bytes += self._file_bytes
                 self._saves += 1
+                if self.events is not None:
+                    self.events.file_stored(key)
         if cleared:
             path.unlink(missing_ok=True)
             raise CopyError(CLEARED)
@@ -195,6 +207,8 @@ class DiskTier:
             os.utime(path)
         with self._lock:
             self._hits += 1
+            if self.events is not None and key in self._sizes:
+                self.events.file_stored(key)
 
     def _times_cleared(self, key: bytes) -> int:
         return self._clears[key[:MARK_BYTES]] + self._clears[b""]
@@ -211,6 +225,8 @@ class DiskTier:
     def _forget(self, key: bytes) -> None:
         with self._lock:
             self._num_bytes -= self._sizes.pop(key, 0)
+            if self.events is not None:
+                self.events.file_gone(key)
         with contextlib.suppress(OSError):
             disk_file.path_of(self.folder, key).unlink()
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from kv_offload.disk_key import chain_key, root_key
 from kv_offload.host_pool import HostPool
+from kv_offload.kv_events import BlockName, KVEventSink
 from kv_offload.radix_cache import CacheKey
 from kv_offload.superblock import SUPERBLOCK_TOKENS
 
@@ -34,6 +35,7 @@ class HostNode:
         "handle",
         "ids",
         "key",
+        "name",
         "parent",
         "pending",
     )
@@ -45,6 +47,8 @@ class HostNode:
         self.ids = ids
         self.key = key
         """Its name on disk, once somebody asked for it (disk_key)."""
+        self.name: BlockName | None = None
+        """What it is called outside, once that was told."""
         self.depth: int = 0 if parent is None else parent.depth + 1
         """Superblocks from the start of the prompt to this one's end."""
         self.children: dict[tuple[int, ...], HostNode] = {}
@@ -61,10 +65,16 @@ class HostNode:
 class HostCache:
     """The index over one pool. It holds no references: what nobody else references may be evicted.
 
-    `tokens`: of a superblock.
+    `tokens`: of a superblock. `events` is told which superblocks come and go.
     """
 
-    def __init__(self, pool: HostPool, tokens: int = SUPERBLOCK_TOKENS) -> None:
+    def __init__(
+        self,
+        pool: HostPool,
+        tokens: int = SUPERBLOCK_TOKENS,
+        events: KVEventSink | None = None,
+    ) -> None:
+        self._events = events
         self.pool = pool
         self.tokens = tokens
         self.version = 0
@@ -81,6 +91,8 @@ class HostCache:
         node = self._roots.get(key)
         if node is None:
             node = self._roots[key] = HostNode(None, (), root_key(key))
+            if self._events is not None:
+                node.name = self._events.root(key.tenant, key.adapter)
         return node
 
     def holds(self, node: HostNode) -> bool:
@@ -137,7 +149,16 @@ class HostCache:
         key = step.key
         for step in reversed(unnamed):
             key = step.key = chain_key(key, step.ids)
+        if self._events is not None and node.parent is not None:
+            self._tell_name(self._events, node, key)
         return key
+
+    def _tell_name(self, events: KVEventSink, node: HostNode, key: bytes) -> None:
+        root = node
+        while root.parent is not None:
+            root = root.parent
+        assert root.key is not None
+        events.named(key, root.key, _name(root), _name(node))
 
     # -- what is in the tree -----------------------------------------------------------------------
 
@@ -155,6 +176,8 @@ class HostCache:
         node.handle = handle
         self._nodes[handle] = node
         self.version += 1
+        if self._events is not None:
+            self._events.stored("host", _name(node))
 
     def reserve(self) -> int | None:
         """A superblock with one reference, for which the longest unused one may be evicted; None
@@ -176,6 +199,8 @@ class HostCache:
     def _forget(self, node: HostNode) -> None:
         node.handle = _NOWHERE
         self.version += 1
+        if self._events is not None:
+            self._events.evicted("host", _name(node))
         self.prune(node)
 
     def prune(self, node: HostNode) -> None:
@@ -192,7 +217,8 @@ class HostCache:
         """Forgets everything, or everything of one tenant, and returns how many superblocks that
         was. What is referenced stays where it is, but nobody finds it any more."""
         forgotten = 0
-        for key in [k for k in self._roots if tenant is None or k.tenant == tenant]:
+        keys = [k for k in self._roots if tenant is None or k.tenant == tenant]
+        for key in keys:
             nodes = [self._roots.pop(key)]
             while nodes:
                 node = nodes.pop()
@@ -205,6 +231,8 @@ class HostCache:
                     forgotten += 1
         self.num_cleared += forgotten
         self.version += 1
+        if self._events is not None:
+            self._events.cleared("host", [key.tenant for key in keys])
         return forgotten
 
     def check_invariants(self) -> None:
@@ -226,6 +254,19 @@ class HostCache:
             seen[node.handle] = node
         if seen != self._nodes:
             raise AssertionError("the tree and its table of superblocks differ")
+
+
+def _name(node: HostNode) -> BlockName:
+    """What the node of a tree with a named root is called outside."""
+    step, unnamed = node, []
+    while step.name is None:
+        unnamed.append(step)
+        assert step.parent is not None
+        step = step.parent
+    name = step.name
+    for step in reversed(unnamed):
+        name = step.name = name.child(step.ids)
+    return name
 
 
 def upwards(node: HostNode) -> Iterator[HostNode]:

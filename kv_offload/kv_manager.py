@@ -22,6 +22,7 @@ from kv_offload.block_table import BlockCopy, BlockTable, Sources, runs_of
 from kv_offload.cold_prefix import BlockStore, ColdPrefixes
 from kv_offload.host_cache import HostCache
 from kv_offload.host_pool import HostPool
+from kv_offload.kv_events import KVEventSink
 from kv_offload.lower_tiers import LowerTiers
 from kv_offload.prefix_commit import PrefixCommit
 from kv_offload.prefix_lookup import Frontier, PrefixLookup
@@ -45,19 +46,21 @@ class KVManager:
         chunk_tokens: int = 512,
         pool: BlockPool | None = None,
         superblock_tokens: int = SUPERBLOCK_TOKENS,
+        events: KVEventSink | None = None,
     ) -> None:
         """`host` takes the beginnings of sequences that the pool cannot hold (cold_prefix.py), to
         which a step adds up to `chunk_tokens` tokens, and what is kept for later (`connect`), in
-        superblocks of `superblock_tokens`. `pool`: of `num_blocks` free blocks; None makes one."""
+        superblocks of `superblock_tokens`. `pool`: of `num_blocks` free blocks; None makes one.
+        `events` is told what can be found, on the device and on the host."""
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.block_size = block_size
         self.pool = pool or BlockPool(num_blocks)
         self.cold: ColdPrefixes | None = None
         if host is not None:
-            index = HostCache(host, superblock_tokens)
+            index = HostCache(host, superblock_tokens, events)
             self.cold = ColdPrefixes(index, num_blocks, block_size, chunk_tokens)
-        self.cache = RadixCache(self.pool, block_size)
+        self.cache = RadixCache(self.pool, block_size, events)
         self.prefix_caching = prefix_caching
         self.tiers: LowerTiers | None = None
         self._tables: dict[int, BlockTable] = {}

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_offload.block_pool import BlockPool
+from kv_offload.kv_events import BlockName, KVEventSink
 
 BlockIds = tuple[int, ...]
 """Ids of the tokens of one block."""
@@ -57,7 +58,7 @@ def image_id(key: bytes, row: int) -> int:
 class Node:
     """A block of some prompts. Made and changed by RadixCache only."""
 
-    __slots__ = ("alive", "block", "children", "depth", "ids", "keys", "parent")
+    __slots__ = ("alive", "block", "children", "depth", "ids", "keys", "name", "parent")
 
     def __init__(self, parent: Node | None, ids: BlockIds, block: int) -> None:
         self.parent = parent
@@ -71,6 +72,8 @@ class Node:
         """The children's ids, ascending."""
         self.alive = True
         """False once it has left the tree."""
+        self.name: BlockName | None = None
+        """What it is called outside, where somebody listens."""
 
     def child(self, ids: BlockIds) -> Node | None:
         place = bisect_left(self.keys, ids)
@@ -91,7 +94,8 @@ class Node:
 class RadixCache:
     """Trees of blocks of one pool. The cache holds one reference on each block that it knows."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, events: KVEventSink | None = None) -> None:
+        """`events` is told which blocks come and go."""
         self.block_size = block_size
         self.least_copied_tokens = max(1, block_size // 8)
         """Fewer tokens are not worth a copy of their block."""
@@ -102,6 +106,7 @@ class RadixCache:
         self.num_cleared = 0
         """Blocks that left by `clear`."""
         self._pool = pool
+        self._events = events
         self._roots: dict[CacheKey, Node] = {}
         self._nodes: dict[int, Node] = {}
         """By block."""
@@ -130,6 +135,8 @@ class RadixCache:
         node = self._roots.get(key)
         if node is None:
             node = self._roots[key] = Node(None, (), -1)
+            if self._events is not None:
+                node.name = self._events.root(key.tenant, key.adapter)
         return node
 
     def walk(self, node: Node, ids: Sequence[int], limit: int) -> Node:
@@ -179,6 +186,9 @@ class RadixCache:
         parent.children.insert(place, node)
         self._nodes[block] = node
         self.version += 1
+        if self._events is not None and parent.name is not None:
+            node.name = parent.name.child(ids)
+            self._events.stored("device", node.name)
         return node
 
     def take(self, blocks: Sequence[int]) -> None:
@@ -249,7 +259,8 @@ class RadixCache:
         """Forgets everything, or everything of one tenant, and returns how many blocks that was.
         Sequences that use such blocks keep them, but nobody finds them any more."""
         forgotten = 0
-        for key in [k for k in self._roots if tenant is None or k.tenant == tenant]:
+        keys = [k for k in self._roots if tenant is None or k.tenant == tenant]
+        for key in keys:
             nodes = [self._roots.pop(key)]
             while nodes:
                 node = nodes.pop()
@@ -262,6 +273,8 @@ class RadixCache:
                     forgotten += 1
         self.num_cleared += forgotten
         self.version += 1
+        if self._events is not None:
+            self._events.cleared("device", [key.tenant for key in keys])
         return forgotten
 
     def _drop(self, node: Node) -> None:
@@ -280,6 +293,8 @@ class RadixCache:
         node.alive = False
         self._pool.free([node.block])
         self.version += 1
+        if self._events is not None and node.name is not None:
+            self._events.evicted("device", node.name)
 
     def check_invariants(self) -> None:
         seen: dict[int, Node] = {}

@@ -6,8 +6,9 @@ waits (the scheduler), or copying (transfer.py). Imports no torch.
 
 A recall is a stretch of a prompt's superblocks, some on the host, some only on disk, which are
 first fetched to the host. For a sequence that is larger than the device, that is all: it uses them
-where they lie. They arrive in any order; what counts is how far they have arrived without a gap. The first that fails ends the recall before it: the rest is computed. So does a
-deadline, and what is late then may write only where the ticket still holds the memory.
+where they lie. They arrive in any order; what counts is how far they have arrived without a gap.
+The first that fails ends the recall before it: the rest is computed. So does a deadline, and what
+is late then may write only where the ticket still holds the memory.
 """
 
 from __future__ import annotations

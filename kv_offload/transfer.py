@@ -59,7 +59,7 @@ class TransferLimits:
 
     copying: int = 16
     """Copies handed to one engine at a time; see Lane."""
-    copying_for_later: int = 1
+    copying_for_later: int = 8
     """Of these, stores and saves."""
     urgent_s: float = 10.0
     """Deadline of loads, streams and fetches, from the call."""
@@ -201,6 +201,10 @@ class Transfers:
         answers = list(self._answers)
         self._answers.clear()
         return answers
+
+    def note(self, direction: Direction, num_bytes: int) -> None:
+        """Counts a copy that was made without a ticket."""
+        self.bytes_copied[direction] += num_bytes
 
     def advance(self) -> None:
         """What `poll` does, for one who waits for a few tickets: answers stay for their owners."""

@@ -20,9 +20,10 @@ from kv_offload.host_cache import HostNode
 from kv_offload.tickets import Completion, Direction
 from kv_offload.transfer import Transfers
 
-_MOST_STORES = 4
-"""Under way at once: their blocks cannot be given to others meanwhile."""
-_MOST_SAVES = 2
+_MOST_STORES, _MOST_SAVES = 8, 2
+"""Under way at once."""
+_DEVICE_SHARE = 8
+"""At most this part of the device is stored at once: it cannot be given to others meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class WriteThrough:
         self._transfers = transfers
         self._offers: deque[_Offer] = deque()
         self._unsaved: deque[HostNode] = deque()
+        share = cold.device_superblocks // _DEVICE_SHARE
+        self._most_stores = max(1, min(_MOST_STORES, share))
         self._stores: dict[int, tuple[HostNode, int]] = {}
         """Node and superblock by ticket."""
         self._saves: set[int] = set()
@@ -64,7 +67,7 @@ class WriteThrough:
     def go_on(self) -> None:
         """Starts what may start."""
         stuck = self._transfers.is_stuck(Direction.STORE)
-        while self._offers and (stuck or len(self._stores) < _MOST_STORES):
+        while self._offers and (stuck or len(self._stores) < self._most_stores):
             self._start(self._offers.popleft(), wanted=not stuck)
         stuck = self._transfers.is_stuck(Direction.SAVE)
         while self._unsaved and (stuck or len(self._saves) < _MOST_SAVES):

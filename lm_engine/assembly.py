@@ -21,6 +21,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from kv_offload.event_recorder import EventRecorder
 from kv_offload.kv_cache import KVCache
 from kv_offload.layout import KVLayout
 from kv_offload.radix_cache import CacheKey
@@ -192,9 +193,11 @@ def build_engine(
         images = ImageFeed(EmbeddingArena(storage.shape[0]), vision)
     checkpoint.close()
 
-    kv = kv_manager(options, num_blocks, host)
+    name = options.served_name or loaded.name
+    events = EventRecorder(name) if options.kv_events else None
+    kv = kv_manager(options, num_blocks, host, events)
     info = ModelInfo(
-        name=options.served_name or loaded.name,
+        name=name,
         max_model_len=max_model_len,
         vocab_size=loaded.vocab_size,
         kv_capacity_tokens=kv.capacity_tokens,
@@ -227,8 +230,10 @@ def build_engine(
     scheduler = build_scheduler(options, config, device, kv, key)
     if transfers is not None:
         kv.connect(transfers, PrefillCost(scheduler), layout.bytes_per_token)
+    if events is not None and disk is not None:
+        events.follow(disk, key)
     mrope = config.rope.axes is not None
-    return Engine(info, scheduler, runner, tokenizer, images, mrope=mrope)
+    return Engine(info, scheduler, runner, tokenizer, images, mrope=mrope, kv_events=events)
 
 
 def cache_key(

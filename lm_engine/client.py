@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from chunked_prefill.request import Request
+from lm_engine.kv_log import KVEventLog
 from lm_engine.outputs import Estimate, RequestError, RequestOutput
 from vision_encoder.plan import ImagePlan
 
@@ -161,6 +162,11 @@ class EngineClient(Protocol):
     """Asynchronous face of one language stage. Methods are called on one event loop."""
 
     def status(self) -> EngineStatus: ...
+
+    @property
+    def kv_log(self) -> KVEventLog | None:
+        """What the prefix cache holds; None unless EngineOptions.kv_events asks for it."""
+        ...
 
     def submit(
         self, request: Request, media: tuple[MediaItem, ...]

@@ -26,6 +26,8 @@ from chunked_prefill.request import Request, SamplingParams
 from chunked_prefill.scheduler import ScheduledChunk, Scheduler, StepPlan
 from chunked_prefill.sequence import Sequence
 from chunked_prefill.step_time import StepLoad
+from kv_offload.event_recorder import EventRecorder
+from kv_offload.kv_events import KVEvent
 from lm_engine import batch as batches
 from lm_engine.admission import check
 from lm_engine.batch import ForwardBatch
@@ -70,6 +72,7 @@ class Engine:
         images: ImageFeed | None = None,
         *,
         mrope: bool = False,
+        kv_events: EventRecorder | None = None,
     ) -> None:
         self.info = info
         self.scheduler = scheduler
@@ -77,6 +80,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.images = images
         self._mrope = mrope
+        self._kv_events = kv_events
         self._device = runner.decoder.device
         self._eos = frozenset(info.eos_token_ids)
         self._token_bytes = token_bytes_table(tokenizer)
@@ -193,6 +197,11 @@ class Engine:
     def reset_prefix_cache(self, tenant: str) -> None:
         """Forgets the KV that the tenant's requests have left; those that run keep theirs."""
         self.scheduler.kv.clear(tenant)
+
+    def take_kv_events(self) -> tuple[KVEvent, ...]:
+        """What the prefix cache got and lost since the last call. With EngineOptions.kv_events,
+        whoever steps the engine calls this now and then: events are kept until they are taken."""
+        return () if self._kv_events is None else self._kv_events.take()
 
     def has_work(self) -> bool:
         seeing = self.images is not None and self.images.busy()

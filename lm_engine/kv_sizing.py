@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from kv_offload.host_memory import HostMemory, HostMemoryError, superblocks_in_budget
+from kv_offload.host_memory import CudaPinner, HostMemory, HostMemoryError, superblocks_in_budget
 from kv_offload.host_pool import HostPool
+from kv_offload.kv_events import KVEventSink
 from kv_offload.kv_manager import KVManager
 from kv_offload.layout import KVLayout, LayoutError
 from kv_offload.superblock import SUPERBLOCK_TOKENS, SuperblockLayout
@@ -48,12 +49,21 @@ def host_memory(
         )
     try:
         superblocks = SuperblockLayout(layout, head_major=device.type == "cpu")
-        return HostMemory(superblocks, superblocks_in_budget(superblocks, options.host_kv_bytes))
+        return HostMemory(
+            superblocks,
+            superblocks_in_budget(superblocks, options.host_kv_bytes),
+            pinner=CudaPinner() if device.type == "cuda" else None,
+        )
     except (HostMemoryError, LayoutError, OSError) as error:
         raise HostTierError(f"the host tier cannot be had: {error}") from error
 
 
-def kv_manager(options: EngineOptions, num_blocks: int, host: HostMemory | None) -> KVManager:
+def kv_manager(
+    options: EngineOptions,
+    num_blocks: int,
+    host: HostMemory | None,
+    events: KVEventSink | None = None,
+) -> KVManager:
     try:
         return KVManager(
             num_blocks,
@@ -61,6 +71,7 @@ def kv_manager(options: EngineOptions, num_blocks: int, host: HostMemory | None)
             prefix_caching=options.prefix_caching,
             host=None if host is None else HostPool(host.num_superblocks),
             chunk_tokens=options.max_num_batched_tokens,
+            events=events,
         )
     except ValueError as error:
         raise HostTierError(str(error)) from error

@@ -47,6 +47,8 @@ class EngineOptions:
     over a restart; None: no such tier. It needs a host tier."""
     disk_kv_bytes: int = 16 << 30
     """Bytes that the disk tier may take."""
+    kv_events: bool = False
+    """Whether the engine tells which blocks its prefix cache holds (kv_offload/kv_events.py)."""
     cold_kv: ColdKV = "auto"
     """How KV in the host tier is attended: stream brings it to the device piece by piece, cpu lets
     the CPU attend it where it lies; auto is cpu on the CPU, and the cheaper of both on CUDA."""

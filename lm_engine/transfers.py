@@ -19,11 +19,12 @@ from lm_engine.attention.staging import StagingRing
 from lm_engine.options import ColdKV
 
 
-def copy_engine(device: torch.device) -> CopyEngine:
-    """Queues of its own on CUDA, a thread beside the one that computes elsewhere."""
+def copy_engine(device: torch.device, name: str = "longlens-copy") -> CopyEngine:
+    """Queues of its own on CUDA, a thread beside the one that computes elsewhere, which begins with
+    the first copy."""
     if device.type == "cuda":
         return CudaCopyEngine(TorchStreams(device))
-    return ThreadCopyEngine()
+    return ThreadCopyEngine(name)
 
 
 def build_transfers(
@@ -32,14 +33,13 @@ def build_transfers(
     cache: KVCache,
     *,
     engine: CopyEngine | None = None,
-    stream_engine: CopyEngine | None = None,
     disk: DiskCopies | None = None,
 ) -> Transfers:
     """Copies between `cache` and its host memory, and to disk where there is one.
 
     `blocks` counts references on the cache's blocks: whoever also counts users of them must be
-    asked instead of the pool (see Transfers). `engine` replaces the device's own, `stream_engine`
-    makes the copies that attention waits for.
+    asked instead of the pool (see Transfers). What is streamed has queues or a thread of its own:
+    attention waits for it, and should not find loads before it. `engine` replaces both, for tests.
     Raises ValueError for a cache without host memory.
     """
     if cache.host is None:
@@ -51,7 +51,7 @@ def build_transfers(
         engine or copy_engine(cache.device),
         disk=disk,
         disk_engine=None if disk is None else ThreadCopyEngine("longlens-disk"),
-        stream_engine=stream_engine,
+        stream_engine=engine or copy_engine(cache.device, "longlens-stream"),
     )
 
 

@@ -118,7 +118,15 @@ class ColdChoice:
             return self._staged or self._hosted
         if self._rates is None:
             self._rates = self._measure()
-            logger.info("cold KV: %s", self._rates)
+            layout = cache.layout
+            chunk = least_hiding_chunk(
+                self._rates, layout.dtype_bytes, num_heads // layout.num_kv_heads
+            )
+            logger.info(
+                "Cold KV is streamed, or attended by the CPU, by %s. Chunks under %d tokens wait "
+                "for the link: a lower --max-num-batched-tokens makes long prompts slower.",
+                *(self._rates, chunk),
+            )
         load = ColdLoad.of(batch, num_heads, cache.layout)
         cheaper = staged_s(load, self._rates) <= hosted_s(load, self._rates)
         return self._staged if cheaper else self._hosted

@@ -13,6 +13,7 @@ import ctypes
 import torch
 
 from kv_offload.kv_cache import KVCache
+from kv_offload.tickets import Direction
 from lm_engine.attention.base import AttentionBatch
 from lm_engine.attention.cold import ColdWalk
 from lm_engine.attention.native_plan import (
@@ -52,7 +53,7 @@ class NativeAttention:
         self._merge = library.longlens_merge
         self._merge.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_int)
         self._ring = ring
-        self._copied = ctypes.c_int64()
+        self._copied, self._counted = ctypes.c_int64(), 0
         self._staging = torch.empty(0)
         self._prepared_for: tuple[AttentionBatch, KVCache] | None = None
         self._plans: dict[tuple[int, int | None], NativePlan] = {}
@@ -92,6 +93,8 @@ class NativeAttention:
             self._ring.release()
         plan.enter(rest)
         self._attend(address, threads)
+        if plan.stages_own and self._ring is not None:
+            self._count(self._ring)
         if len(plan.merges):
             self._merge(address, plan.merges.ctypes.data, len(plan.merges), threads)
         return out.to(dtype), lse
@@ -99,7 +102,11 @@ class NativeAttention:
     @property
     def bytes_staged(self) -> int:
         """By the threads themselves, for few lanes; the ring counts its own."""
-        return self._copied.value
+        return self._counted
+
+    def _count(self, ring: StagingRing) -> None:
+        ring.transfers.note(Direction.STREAM, self._copied.value - self._counted)
+        self._counted = self._copied.value
 
     def _own_buffers(self, call: Call, threads: int) -> None:
         need = threads * 2 * KEYS_PER_FEW * call.dim

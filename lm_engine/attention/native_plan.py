@@ -202,10 +202,14 @@ def _plan(
 ) -> NativePlan:
     layout = cache.layout
     for part in tables.tasks:
-        # The longest first, so that no thread is left alone with one at the end; but those of
-        # several sequences that read the same superblocks one after the other.
+        # The longest first, so that no thread is left alone with one at the end. Of several
+        # sequences with few lanes, tasks that may read the same superblocks come in a row.
         part.sort(
-            key=lambda task: (task[4], task[1]) if together > 1 else (task[4] - task[5]) * task[3]
+            key=lambda task: (
+                (1, task[4], task[1])
+                if together > 1 and task[3] <= FEW_LANES
+                else (0, (task[4] - task[5]) * task[3], 0)
+            )
         )
     tasks = np.array([task for part in tables.tasks for task in part], dtype=np.int64)
     sequences, pieces = (

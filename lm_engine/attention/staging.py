@@ -106,6 +106,7 @@ class StagingRing:
             self._wait_for_room()
             if self._free and not self._stuck():
                 self._submit(layer, piece)
+                self._fill()
         self.bytes_staged += self._bytes_of(piece)
         if not self._ahead:
             return self._copy_now(layer, piece)
@@ -209,6 +210,7 @@ class StagingRing:
             buffer = self._spare
         into = self._part(buffer, piece)
         copy_now(self._copies.stream(piece.slots, layer, into), self.device)
+        self.transfers.note(Direction.STREAM, into.nbytes)
         return into
 
     def _abandon(self) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from chunked_prefill.request import Request
 from lm_engine.client import EngineStats, EngineStatus, MediaItem
+from lm_engine.kv_log import KVEventLog
 from lm_engine.options import EngineOptions
 from lm_engine.outputs import Estimate, RequestError, RequestOutput
 from lm_engine.process.board import Board
@@ -81,7 +82,10 @@ class ProcessEngineClient:
         board: Board,
         codec: Codec,
         limits: Supervision,
+        kv_log: KVEventLog | None = None,
     ) -> None:
+        self.kv_log = kv_log
+        """What the prefix cache holds, for as long as there are stages."""
         self._loop = asyncio.get_running_loop()
         self._process = process
         self._board = board
@@ -305,6 +309,8 @@ class ProcessEngineClient:
         self._aborting.difference_update(events.aborted)
         if events.stats is not None:
             self._stats = events.stats
+        if events.kv_events and self.kv_log is not None:
+            self.kv_log.publish(events.kv_events)
 
     def _use_wire(self, sock: socket.socket) -> None:
         self._drop_wire()
@@ -323,6 +329,8 @@ class ProcessEngineClient:
         self._wire = None
         self._aborting.clear()
         self._stats = None
+        if self.kv_log is not None:
+            self.kv_log.clear()
         self._room.set()
 
     # -- the supervisor --------------------------------------------------------------------------
@@ -353,6 +361,8 @@ class ProcessEngineClient:
         self._report = replace(self._report, pid=None, vision_pid=None)
         self._drop_wire()
         self._fail_all(SHUTTING_DOWN if self._draining else RESTARTING)
+        if self.kv_log is not None:
+            self.kv_log.end()
 
     def _on_supervisor_end(self) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -427,7 +437,8 @@ def start(
         os.close(board_fd)
     control = Control(ours, codec)
     control.send(Start(options, factories or Factories(), limits, path))
-    return ProcessEngineClient(process, control, board, codec, limits)
+    kv_log = KVEventLog() if options.kv_events else None
+    return ProcessEngineClient(process, control, board, codec, limits, kv_log)
 
 
 def _environment(root: str) -> dict[str, str]:

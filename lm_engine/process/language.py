@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from chunked_prefill.request import Request
+from kv_offload.kv_events import KVEvent
 from lm_engine.client import EngineStats, MediaItem, ModelInfo
 from lm_engine.outputs import Estimate, RequestError, RequestOutput
 from lm_engine.process.board import Slot
@@ -71,6 +72,8 @@ class LanguageEngine(Protocol):
     def abort(self, request_id: str) -> None: ...
 
     def reset_prefix_cache(self, tenant: str) -> None: ...
+
+    def take_kv_events(self) -> tuple[KVEvent, ...]: ...
 
     def has_work(self) -> bool: ...
 
@@ -267,12 +270,14 @@ class LanguageLoop:
         due = self._stats_due and (
             now - self._stats_at_s >= _STATS_EVERY_S or not self._engine.has_work()
         )
-        if not (due or self._outputs or self._aborted):
+        kv_events = self._engine.take_kv_events()
+        if not (due or self._outputs or self._aborted or kv_events):
             return
         stats = self._engine.stats() if due else None
         if due:
             self._stats_at_s, self._stats_due = now, False
-        self._client.send(StepEvents(tuple(self._outputs), tuple(self._aborted), stats))
+        outputs, aborted = tuple(self._outputs), tuple(self._aborted)
+        self._client.send(StepEvents(outputs, aborted, stats, kv_events))
         self._outputs.clear()
         self._aborted.clear()
 

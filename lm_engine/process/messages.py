@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from chunked_prefill.request import Request
+from kv_offload.kv_events import KVEvent
 from lm_engine.client import EngineStats, MediaItem, ModelInfo, Phase
 from lm_engine.options import EngineOptions
 from lm_engine.outputs import Estimate, RequestError, RequestOutput
@@ -125,6 +126,8 @@ class StepEvents:
     aborted: tuple[str, ...] = ()
     """Requests that are gone after an Abort: no event follows, the name is free."""
     stats: EngineStats | None = None
+    kv_events: tuple[KVEvent, ...] = ()
+    """What the prefix cache got and lost, where the options ask for it."""
 
 
 # -- language stage -> vision stage, and back -----------------------------------------------------

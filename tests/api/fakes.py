@@ -25,6 +25,7 @@ from fastapi import FastAPI
 
 from chunked_prefill.request import Request
 from lm_engine.client import EngineStats, EngineStatus, MediaItem, ModelInfo
+from lm_engine.kv_log import KVEventLog
 from lm_engine.outputs import (
     Estimate,
     FinishReason,
@@ -91,6 +92,7 @@ class FakeEngine:
     )
     """What every question gets, and every request that wants to be told."""
     asked: list[Seen] = field(default_factory=list)
+    kv_log: KVEventLog | None = None
 
     def status(self) -> EngineStatus:
         stats = replace(self.current.stats or EngineStats(), num_running=self.running)

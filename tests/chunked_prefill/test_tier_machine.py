@@ -311,7 +311,7 @@ class TieredWorld(World):
         if not hasattr(self, "scheduler"):
             return
         self.moody.dear = True
-        for _ in range(3000):
+        for _ in range(30_000):
             if not self.scheduler.running and not self.scheduler.waiting and not self.kv.copying:
                 break
             for engine, ticket in self.under_way():

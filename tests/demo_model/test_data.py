@@ -19,8 +19,10 @@ except FileNotFoundError:
 TEXT_KINDS = ("word", "number", "price", "words", "receipt")
 
 
-def _said(tokens: list[int]) -> str:
-    return "".join(lexicon.CLASSES[t] for t in tokens).strip()
+def _lines(classes: np.ndarray) -> list[str]:
+    """What each row of cells says, fillers at its end left out."""
+    rows = np.asarray(classes).reshape(data.CELLS, data.CELLS)
+    return ["".join(lexicon.CLASSES[c] for c in row).rstrip() for row in rows]
 
 
 def test_held_out_strings_phrases_and_faces_are_never_drawn_for_training() -> None:
@@ -39,37 +41,53 @@ def test_held_out_strings_phrases_and_faces_are_never_drawn_for_training() -> No
 
 
 @pytest.mark.parametrize("kind", TEXT_KINDS)
-def test_cells_say_the_text_in_reading_order(kind: str) -> None:
+def test_cells_say_the_text_from_the_first_on(kind: str) -> None:
     rng = random.Random(1)
     for _ in range(25):
         layout = mixture.lay_out(rng, kind, held_out=False)
-        starts, tokens = examples.place(layout.items)
-        written = "".join(
-            f" {i.text.lower()}" if i.text.isalpha() else i.text for i in layout.items
-        )
-        for choose in (0, -1):
-            cells: dict[int, int] = {}
-            for allowed, classes in zip(starts, tokens, strict=True):
-                at = int(allowed[allowed >= 0][choose])
-                for k, value in enumerate(classes[classes >= 0]):
-                    # A number may not run over the end of its row.
-                    assert (at + k) // data.CELLS == at // data.CELLS
-                    cells[at + k] = int(value)
-            if choose == 0:
-                assert _said([cells[c] for c in sorted(cells)]) == written.strip()
-            assert len(cells) == int((tokens >= 0).sum()), "two items share a cell"
+        lines: dict[int, list[str]] = {}
+        for item in layout.items:
+            lines.setdefault(item.line, []).append(item.text.lower())
+        written = [" ".join(words) for words in lines.values()]
+        if kind == "words":  # a phrase runs on over its lines
+            written = [" ".join(written)]
+        said = [row.strip() for row in _lines(examples.captions(layout.items))]
+        assert said == [*written, *[""] * (data.CELLS - len(written))]
 
 
-def test_a_draft_keeps_every_cell_that_an_item_may_use() -> None:
+def test_a_line_of_too_many_tokens_is_refused() -> None:
+    boxes = tuple((20.0 * i, 0.0, 20.0 * i + 20, 40.0) for i in range(9))
+    with pytest.raises(ValueError, match="8 rows of 8 tokens"):
+        examples.captions((scenes.Item("123456789", boxes, 0),))
+
+
+def test_a_draft_keeps_every_cell_that_speaks() -> None:
     rng = random.Random(2)
     for _ in range(20):
         drawn, count = mixture.draw(rng, {"words": 1, "receipt": 1, "shapes": 1, "count": 1})
         example = drawn.with_cells(rng, count)
-        kept = set(example.cells.tolist())
-        assert len(kept) == len(example.cells) == len(example.pixels) == count
-        for allowed, classes in zip(example.starts, example.tokens, strict=True):
-            for start in allowed[allowed >= 0]:
-                assert {int(start) + k for k in range(int((classes >= 0).sum()))} <= kept
+        assert len(set(example.cells.tolist())) == len(example.pixels) == count
+        whole = drawn.with_cells(rng, data.CELLS**2)
+        assert mixture.truth(example) == mixture.truth(whole) != []
+        assert len(example.classes) > len(mixture.truth(example)), "a cell that says nothing"
+
+
+def test_every_patch_of_text_aims_at_the_cell_that_says_it() -> None:
+    rng = random.Random(6)
+    for kind in TEXT_KINDS:
+        layout = mixture.lay_out(rng, kind, held_out=False)
+        classes = examples.captions(layout.items)
+        glyphs, _, spots, aims, words = examples.label(layout.items)
+        on = spots[..., 0] >= 0
+        assert on.any()
+        assert (aims[on] >= 0).all()
+        said = classes[aims[..., 0] * data.CELLS + aims[..., 1]]
+        worded = on & (words >= 0)
+        assert (said[worded] == words[worded]).all()
+        spelled = on & (words < 0) & (glyphs[..., 0] == glyphs[..., 1])
+        spelled &= glyphs[..., 0] != lexicon.NO_GLYPH
+        own = [lexicon.CLASS_OF[lexicon.GLYPHS[g]] for g in glyphs[spelled][:, 0]]
+        assert said[spelled].tolist() == own
 
 
 def test_glyph_labels_stand_where_ink_is() -> None:
@@ -78,27 +96,31 @@ def test_glyph_labels_stand_where_ink_is() -> None:
     for _ in range(30):
         layout = mixture.lay_out(rng, "word", held_out=False)
         everywhere = np.arange(data.CELLS**2)
-        glyphs, mates, words = examples.label(layout.items)
+        glyphs, mates, spots, _, words = examples.label(layout.items)
         pixels = scenes.paint_cells(rng, layout, everywhere).astype(float)
         spread = pixels.std(axis=(2, 3)).mean(axis=-1)  # (64, 4)
         labelled = (glyphs != lexicon.NO_GLYPH).any(-1)
         inked += int((spread[labelled] > 4).sum())
         total += int(labelled.sum())
         assert ((mates[..., 0] >= 0) <= (words >= 0)).all()
+        assert ((mates[..., 0] >= 0) == (spots[..., 0] >= 0)).all()
         spelled = {lexicon.GLYPHS[g] for g in glyphs.flatten() if g != lexicon.NO_GLYPH}
         assert spelled <= set(layout.items[0].text.lower())
     assert inked / total > 0.8
 
 
 def test_half_a_word_names_its_neighbours() -> None:
-    item = scenes.Item("cat", tuple((40.0 + 32 * i, 32.0, 72.0 + 32 * i, 64.0) for i in range(3)))
-    glyphs, mates, _ = examples.label((item,))
+    item = scenes.Item(
+        "cat", tuple((40.0 + 32 * i, 32.0, 72.0 + 32 * i, 64.0) for i in range(3)), 0
+    )
+    glyphs, mates, spots, *_ = examples.label((item,))
     on_a = glyphs == lexicon.glyph("a")
     assert on_a.any()
     patch = np.argwhere(on_a.all(-1))[0]
     before2, before, after, after2 = (int(m) for m in mates[tuple(patch)])
     assert (before, after) == (lexicon.glyph("c"), lexicon.glyph("t"))
     assert before2 == after2 == lexicon.NO_GLYPH
+    assert spots[tuple(patch)].tolist() == [1, 1]
 
 
 def test_shapes_say_what_and_where_they_are() -> None:
@@ -113,12 +135,13 @@ def test_shapes_say_what_and_where_they_are() -> None:
             assert scene.sides == ("above", "below")
             assert first.y < second.y
         assert (first.kind, first.colour) != (second.kind, second.colour)
-        words, tags, starts, tokens, _need = shapes.supervise(scene)
-        assert abs(int(starts[0, 0]) - int(starts[1, 0])) > 2
-        assert _said([int(t) for t in tokens[0] if t >= 0]) == " ".join(scene.captions[0])
+        said = [line.strip() for line in _lines(shapes.captions(scene)) if line]
+        assert said == [" ".join(caption) for caption in scene.captions]
+        aims, *_ = shapes.label(scene)
+        assert set(aims[..., 0].flatten().tolist()) == {-1, 0, 1}
         scene = shapes.equal_shapes(rng)
         counts[len(scene.shapes)] += 1
-        words, tags, *_ = shapes.supervise(scene)
+        _, words, tags, _ = shapes.label(scene)
         ordinals = {lexicon.CLASSES[w].strip() for w in words.flatten() if w >= 0}
         assert ordinals == set(lexicon.COUNTS[: len(scene.shapes)])
         assert len(set(tags.flatten().tolist())) == 2

@@ -125,6 +125,13 @@ def test_two_large_ones_are_never_promised_more_than_there_is() -> None:
     prefixes.check_invariants()
 
 
+def test_the_last_token_needs_no_kv() -> None:
+    """A request that fills the device is held by it, also where the host could not take it."""
+    prefixes = cold(2)
+    assert not prefixes.is_large(17)
+    assert prefixes.is_large(18)
+
+
 def test_choices_share_what_is_cold_at_the_prompts_end() -> None:
     prefixes = cold(20)
     assert prefixes.room_tokens(40, 36, 1) == 40

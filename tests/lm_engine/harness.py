@@ -142,6 +142,7 @@ class Lab:
         host_tokens: int = 0,
         cold_kv: ColdKV = "auto",
         disk: Path | None = None,
+        kv_events: bool = False,
     ) -> Engine:
         """An engine in this process; `blocks` is the size of the KV pool. Its chunks follow from
         tokens alone, not from how long steps take here, and what a lower tier has is always brought
@@ -170,6 +171,7 @@ class Lab:
                 host_kv_bytes=host_tokens * block_bytes // block_size or None,
                 cold_kv=cold_kv,
                 disk_kv_path=None if disk is None else str(disk),
+                kv_events=kv_events,
                 embedding_rows=rows,
                 device="cpu",
             )

@@ -241,6 +241,48 @@ def test_choices_of_a_large_context_share_its_beginning(lab: GetLab) -> None:
     assert most < 3 * 5
 
 
+# -- many at once -------------------------------------------------------------------------------
+
+
+def test_eight_prompts_take_turns_on_a_small_device(lab: GetLab) -> None:
+    """KVO-01: each goes out and comes back, and every repetition equals the first."""
+    tiny = lab("llama")
+    engine = tiny.engine(
+        budget=CHUNK, block_size=16, blocks=48, host_tokens=HOST_TOKENS, max_model_len=700
+    )
+    prompts = [ids(300, seed) for seed in range(8)]
+    first = [run_one(engine, prompt, greedy(4), poison=False) for prompt in prompts]
+    for turn in range(2):
+        jobs = {f"r{i}": (prompt, greedy(4)) for i, prompt in enumerate(prompts)}
+        results = run(engine, jobs, poison=turn == 0)
+        for index, want in enumerate(first):
+            assert_same_answer(results[f"r{index}"], want, note=f"turn {turn}, prompt {index}")
+    device, host, _, computed = sources(engine)
+    assert host >= 16 * 256 - device
+    assert computed <= 8 * 300 + 16 * 44
+
+
+def test_two_loads_that_do_not_fit_together_both_end(lab: GetLab) -> None:
+    """KVO-02: prefixes of 400 tokens come from the host, with 400 and 200 tokens after them."""
+    tiny = lab("llama")
+    engine = tiny.engine(
+        budget=CHUNK, block_size=16, blocks=64, host_tokens=HOST_TOKENS, max_model_len=1000
+    )
+    heads = [ids(400, seed).token_ids for seed in (1, 2)]
+    for head in heads:
+        run_one(engine, Prompt(head), greedy(1))
+    evict_prefixes(engine)
+    prompts = {
+        "a": Prompt((*heads[0], *ids(400, 3).token_ids)),
+        "b": Prompt((*heads[1], *ids(200, 4).token_ids)),
+    }
+    results = run(engine, {name: (prompt, greedy(4)) for name, prompt in prompts.items()})
+    alone = plain(tiny)
+    for name, prompt in prompts.items():
+        assert_same_answer(results[name], run_one(alone, prompt, greedy(4)), note=name)
+        assert cached(results[name]) == 256
+
+
 # -- room ---------------------------------------------------------------------------------------
 
 
@@ -293,6 +335,21 @@ def test_a_restart_finds_it_on_disk(lab: GetLab, tmp_path: Path) -> None:
     evict_prefixes(engine)
     assert cached(run_one(engine, prompt, greedy(NEW_TOKENS))) == 768
     assert sources(engine)[1] == 768, "it stayed on the host"
+    engine.close()
+
+
+def test_a_large_context_is_fetched_from_disk_and_used_where_it_lies(
+    lab: GetLab, tmp_path: Path
+) -> None:
+    tiny, prompt = lab("llama"), ids(1500)
+    first = small(tiny, disk=tmp_path)
+    want = run_one(first, prompt, greedy(NEW_TOKENS))
+    first.close()
+    engine = small(tiny, disk=tmp_path, host_tokens=1536, max_model_len=1536)
+    got = run_one(engine, prompt, greedy(NEW_TOKENS))
+    assert_same_answer(got, want)
+    assert cached(got) == 1280
+    assert sources(engine) == (0, 0, 1280, 220)
     engine.close()
 
 

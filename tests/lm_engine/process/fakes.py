@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from chunked_prefill.request import Request, SamplingParams
+from kv_offload.kv_events import KVEvent
 from lm_engine.client import EngineStats, MediaItem, ModelInfo
 from lm_engine.options import EngineOptions
 from lm_engine.outputs import Estimate, RequestError, RequestOutput, SequenceDelta, Usage
@@ -121,6 +122,9 @@ class FakeEngine:
 
     def reset_prefix_cache(self, tenant: str) -> None:
         self._resets += 1
+
+    def take_kv_events(self) -> tuple[KVEvent, ...]:
+        return ()
 
     def has_work(self) -> bool:
         return bool(self._live)

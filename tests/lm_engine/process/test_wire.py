@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
+from kv_offload.kv_events import KVEvent
 from lm_engine.client import EngineStats, Histogram, MediaItem, ModelInfo
 from lm_engine.options import EngineOptions
 from lm_engine.outputs import (
+    Estimate,
     RequestError,
     RequestOutput,
     SequenceDelta,
@@ -25,9 +27,11 @@ from lm_engine.outputs import (
 from lm_engine.process.messages import (
     KINDS,
     Abort,
+    Ask,
     CancelJob,
     Channel,
     Factories,
+    Foreseen,
     LoadFailed,
     Message,
     NewLink,
@@ -93,6 +97,7 @@ MESSAGES: tuple[Message, ...] = (
     Submit("name", b"\x00\x01"),
     Abort("name"),
     StepEvents((OUTPUT,), ("gone",), EngineStats(1, iteration_tokens=Histogram((1.0,), (1, 2), 3))),
+    StepEvents(kv_events=(KVEvent("stored", "host", "t", b"\xff" * 32, b"\x00" * 32, 256),)),
     EncodeJob(KEY, 3, PLAN, ((0, 16),), (1, 2), b"\xff\x00", None),
     CancelJob(KEY, 3),
     Replies((EncodeResult(KEY, 3, "bad", True, 0.1, 0.2),)),
@@ -106,6 +111,8 @@ MESSAGES: tuple[Message, ...] = (
     Ready(INFO),
     LoadFailed("why"),
     ResetPrefixCache("t"),
+    Ask("name", b"\x02"),
+    Foreseen("name", Estimate(20, 16, 4, 0.25, 0.125, 0.0625, 2, 1, 300, True)),
 )
 
 
@@ -121,7 +128,7 @@ def wires() -> Iterator[tuple[Wire, Wire]]:
 
 def test_every_message_comes_back_equal() -> None:
     codec = Codec()
-    assert tuple(type(message) for message in MESSAGES) == KINDS
+    assert tuple(dict.fromkeys(type(message) for message in MESSAGES)) == KINDS
     for message in MESSAGES:
         frame = codec.frame(message)
         assert codec.unframe(frame[4], frame[5:]) == message
