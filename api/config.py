@@ -90,6 +90,10 @@ def _setting(help_text: str, default: Any = None, *, core: bool = False, **limit
     return Field(default=default, description=help_text, json_schema_extra={"core": core}, **limits)
 
 
+_DEMO_KV_BYTES = 320 << 20
+"""7,280 tokens: with weights and processes the demo stays below 1.6 GB."""
+
+
 class ServeConfig(BaseSettings):
     """All settings of `longlens serve`. Flag names are those of vLLM where it has the setting."""
 
@@ -221,6 +225,11 @@ class ServeConfig(BaseSettings):
             max_total_pixels=self.max_request_pixels,
         )
 
+    @property
+    def _default_kv_bytes(self) -> int | None:
+        """The demo runs beside other things, and the prefix cache fills any pool in time."""
+        return _DEMO_KV_BYTES if self.model == "demo" else None
+
     def engine_options(self, model: str) -> EngineOptions:
         """`model`: the folder or file that `self.model` was resolved to."""
         return EngineOptions(
@@ -237,7 +246,7 @@ class ServeConfig(BaseSettings):
             scheduling_policy=self.scheduling_policy,
             block_size=self.block_size,
             prefix_caching=self.enable_prefix_caching,
-            kv_memory_bytes=self.kv_cache_memory_bytes,
+            kv_memory_bytes=self.kv_cache_memory_bytes or self._default_kv_bytes,
             host_kv_bytes=None if self.host_kv_gib is None else int(self.host_kv_gib * 2**30),
             disk_kv_path=None if self.disk_kv_path is None else str(self.disk_kv_path),
             disk_kv_bytes=int(self.disk_kv_gib * 2**30),

@@ -96,8 +96,12 @@ INFO = ModelInfo("m", 1, 2, 3, 4, 5, 6, (7,), "bfloat16", "cpu")
 MESSAGES: tuple[Message, ...] = (
     Submit("name", b"\x00\x01"),
     Abort("name"),
-    StepEvents((OUTPUT,), ("gone",), EngineStats(1, iteration_tokens=Histogram((1.0,), (1, 2), 3))),
-    StepEvents(kv_events=(KVEvent("stored", "host", "t", b"\xff" * 32, b"\x00" * 32, 256),)),
+    StepEvents(
+        (OUTPUT,),
+        ("gone",),
+        EngineStats(1, iteration_tokens=Histogram((1.0,), (1, 2), 3)),
+        (KVEvent("stored", "host", "t", b"\xff" * 32, b"\x00" * 32, 256),),
+    ),
     EncodeJob(KEY, 3, PLAN, ((0, 16),), (1, 2), b"\xff\x00", None),
     CancelJob(KEY, 3),
     Replies((EncodeResult(KEY, 3, "bad", True, 0.1, 0.2),)),
