@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from kv_offload import disk_file
-from kv_offload.disk_key import KEY_BYTES, chain_key
+from kv_offload.disk_key import KEY_BYTES, chain_key, root_key, tenant_mark
 from kv_offload.disk_tier import DiskTier, DiskTierError
 from kv_offload.host_memory import HostMemory
 from kv_offload.layout import KVLayout
+from kv_offload.radix_cache import CacheKey
 from kv_offload.superblock import SuperblockLayout
 from kv_offload.tickets import CopyError, TransferError
 from tests.kv_offload.tiers import LAYOUT, Rig
@@ -256,6 +257,29 @@ def test_keys_name_the_whole_prompt_and_everything_it_depends_on() -> None:
     assert all(len(key) == KEY_BYTES for key in chains)
     with pytest.raises(ValueError, match="40 bytes, not 16"):
         chain_key(bytes(16), a)
+
+
+def test_a_reset_removes_the_files_of_one_tenant_for_good(tmp_path: Path) -> None:
+    roots = {tenant: root_key(CacheKey(tenant)) for tenant in ("one", "two")}
+    keys = {t: [chain_key(root, (i,)) for i in range(2)] for t, root in roots.items()}
+    disk = Disk(tmp_path, files=9)
+    for key in (*keys["one"], *keys["two"]):
+        disk.save(0, key)
+    late = disk.tier.save(0, chain_key(roots["one"], (7,)))
+    disk.tier.clear(tenant_mark("one"))
+    with pytest.raises(CopyError, match="cleared"):
+        late.run()
+    found = [key in disk.tier for key in (*keys["one"], *keys["two"])]
+    assert found == [False, False, True, True]
+    assert disk.tier.stats.cleared == 2
+    disk.save(0, chain_key(roots["one"], (8,)))
+    disk.tier.close()
+    again = Disk(tmp_path, files=9)
+    assert again.tier.stats.files == 3, "a restart finds no more"
+    again.tier.clear(b"")
+    assert again.tier.stats.files == 0
+    assert not list(tmp_path.glob("*.kv"))
+    again.tier.close()
 
 
 def test_tickets_go_to_disk_and_back(tmp_path: Path) -> None:

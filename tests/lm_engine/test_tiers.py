@@ -15,6 +15,7 @@ from chunked_prefill.request import SamplingParams
 from kv_offload.copy_manual import ManualCopyEngine
 from lm_engine.engine import Engine
 from lm_engine.kv_sizing import HostTierError
+from tests.checkpoints import TEXT_FAMILIES
 from tests.lm_engine.harness import (
     Lab,
     Prompt,
@@ -65,7 +66,13 @@ def sources(engine: Engine) -> tuple[int, int, int, int]:
 # -- hits ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def _families() -> list[object]:
+    fast = ("llama", "mistral")
+    others = [f for f in TEXT_FAMILIES if f not in fast]
+    return [*fast, *(pytest.param(f, marks=pytest.mark.slow) for f in others)]
+
+
+@pytest.mark.parametrize("family", _families())
 def test_cold_device_flood_host_and_host_again(lab: GetLab, family: str) -> None:
     """KVO-04: all five answers are the same."""
     tiny, prompt = lab(family), ids(600)
@@ -281,6 +288,53 @@ def test_two_loads_that_do_not_fit_together_both_end(lab: GetLab) -> None:
     for name, prompt in prompts.items():
         assert_same_answer(results[name], run_one(alone, prompt, greedy(4)), note=name)
         assert cached(results[name]) == 256
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(1), pytest.param(range(1, 30), marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.timeout(1800)
+def test_random_mixes_of_everything(lab: GetLab, tmp_path: Path, seeds: range) -> None:
+    """Prompts with common beginnings, small and large, arrive, lose their KV and are aborted, and
+    caches are evicted and reset meanwhile."""
+    tiny = lab("llama")
+    heads = [ids(300, 1).token_ids, ids(560, 1).token_ids, ids(1000, 2).token_ids]
+    jobs = {
+        f"r{i}": (Prompt((*heads[i % 3], *ids(5 + 9 * i, 10 + i).token_ids)), greedy(3 + i, n=n))
+        for i, n in enumerate((1, 2, 1, 1, 1, 2, 1))
+    }
+    alone = plain(tiny)
+    want = {name: run_one(alone, *job) for name, job in jobs.items()}
+    brought = 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        engine = small(
+            tiny, host_tokens=draw.choice((2048, 4096)), disk=tmp_path / f"{seed}", seats=4
+        )
+
+        def disturb(step: int, engine: Engine = engine, draw: random.Random = draw) -> None:
+            if draw.random() < 0.04 and engine.scheduler.running:
+                preempt(engine, draw.choice(engine.scheduler.running))
+            if draw.random() < 0.06:
+                evict_prefixes(engine)
+            if draw.random() < 0.01:
+                engine.reset_prefix_cache("")
+            if step == 60:
+                engine.abort("r6")
+
+        for turn in range(2):
+            arrivals = {name: draw.randint(0, 30) for name in jobs}
+            results = run(engine, jobs, arrivals=arrivals, before_step=disturb)
+            for name, result in results.items():
+                if not result.finished:
+                    assert name == "r6"
+                    continue
+                for choice in range(jobs[name][1].n):
+                    note = f"seed {seed}, turn {turn}, {name}#{choice}"
+                    assert_same_answer(result, want[name], choice, note)
+        brought += sum(sources(engine)[1:3])
+        engine.close()
+    assert brought > 0
 
 
 # -- room ---------------------------------------------------------------------------------------
