@@ -90,8 +90,8 @@ def _setting(help_text: str, default: Any = None, *, core: bool = False, **limit
     return Field(default=default, description=help_text, json_schema_extra={"core": core}, **limits)
 
 
-_DEMO_KV_BYTES = 320 << 20
-"""7,280 tokens: with weights and processes the demo stays below 1.6 GB."""
+_DEMO_KV_BYTES = 192 << 20
+"""4,368 tokens: with weights and processes the demo stays below 1.6 GB."""
 
 
 class ServeConfig(BaseSettings):
