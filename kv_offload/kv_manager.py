@@ -27,7 +27,8 @@ from kv_offload.lower_tiers import LowerTiers
 from kv_offload.prefix_commit import PrefixCommit
 from kv_offload.prefix_lookup import Frontier, PrefixLookup
 from kv_offload.radix_cache import CacheKey, HeldBlocks, RadixCache
-from kv_offload.recall import CostModel, Loaded
+from kv_offload.recall import Loaded
+from kv_offload.recall_cost import CostModel
 from kv_offload.superblock import SUPERBLOCK_TOKENS
 from kv_offload.table_blocks import TableBlocks
 from kv_offload.transfer import Transfers

@@ -11,7 +11,8 @@ from collections import Counter
 
 from kv_offload.cold_prefix import ColdPrefixes
 from kv_offload.disk_key import tenant_mark
-from kv_offload.recall import CostModel, Loaded, Recalls
+from kv_offload.recall import Loaded, Recalls
+from kv_offload.recall_cost import CostModel, Worth
 from kv_offload.transfer import Transfers
 from kv_offload.write_through import WriteThrough
 
@@ -33,7 +34,10 @@ class LowerTiers:
     ) -> None:
         self.transfers = transfers
         self.stores = WriteThrough(cold, transfers)
-        self.recalls = Recalls(cold, transfers, cost, block_size, bytes_per_token)
+        self.recalls = Recalls(cold, transfers, block_size)
+        self.worth = Worth(
+            cold.cache, transfers, cost, block_size=block_size, bytes_per_token=bytes_per_token
+        )
         self.stalled_seconds = 0.0
         """That `wait` has slept while a sequence waited for its KV and nobody else could go on."""
         self._host = cold.cache

@@ -2,7 +2,7 @@
 
 Owns: PrefixLookup: the deepest blocks and superblocks on an owner's path, and which of them it
 would start from. Does not own: the trees (radix_cache.py, host_cache.py), whether a copy pays
-(recall.py), or the start itself (kv_manager.py). Imports no torch.
+(recall_cost.py), or the start itself (kv_manager.py). Imports no torch.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class PrefixLookup:
         if table.large:
             in_place = min(table.seen.depth, limit // host.tokens) * host.tokens
             if self.tiers is not None:
-                fetched = self.tiers.recalls.worth_fetching(table.seen, ids, table.disk_keys, limit)
+                fetched = self.tiers.worth.fetching(table.seen, ids, table.disk_keys, limit)
                 in_place = max(in_place, fetched)
             if in_place > self._have(table):
                 table.below_tokens = in_place
         elif self.tiers is not None:
-            table.below_tokens = self.tiers.recalls.worth(
+            table.below_tokens = self.tiers.worth.loading(
                 table.seen, ids, table.disk_keys, self._have(table), limit
             )
 

@@ -1,8 +1,8 @@
 """KV that comes back to the device, for sequences that wait for it.
 
-Owns: Recalls: what a lower tier has of a prompt, whether bringing it is faster than computing it,
-and the copies under way for each sequence. Does not own: the blocks they go to (kv_manager.py), who
-waits (the scheduler), or copying (transfer.py). Imports no torch.
+Owns: Recalls, the copies under way for each sequence. Does not own: whether they pay
+(recall_cost.py), the blocks they go to (kv_manager.py), who waits (the scheduler), or copying
+(transfer.py). Imports no torch.
 
 A recall is a stretch of a prompt's superblocks, some on the host, some only on disk, which are
 first fetched to the host. For a sequence that is larger than the device, that is all: it uses them
@@ -16,28 +16,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kv_offload.cold_prefix import ColdPrefixes
-from kv_offload.disk_key import chain_key
 from kv_offload.host_cache import HostNode
 from kv_offload.tickets import CANCELLED, CLOSED, DEADLINE, RESET, Completion, Direction
 from kv_offload.transfer import Transfers
 
-LEAST_TOKENS = 64
-"""Fewer are not worth a wait."""
-_LATENCY_S = 0.002
-"""Before the first bytes move, and until somebody hears of the last."""
 _MOST_PARTS = 16
 """Of one recall, asked for at once."""
-
-
-class CostModel(Protocol):
-    """What it would take to do without a copy."""
-
-    def compute_s(self, start: int, end: int) -> float:
-        """Seconds to compute the KV of tokens [start, end) of a prompt."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,101 +73,21 @@ class _Recall:
 
 
 class Recalls:
-    """`block_size` tokens and `bytes_per_token` bytes are those of the device's cache."""
+    """`block_size`: tokens of the device's blocks."""
 
     def __init__(
         self,
         cold: ColdPrefixes,
         transfers: Transfers,
-        cost: CostModel,
         block_size: int,
-        bytes_per_token: int,
     ) -> None:
-        self.cost = cost
-        self.least_tokens = LEAST_TOKENS
         self._cold, self._host = cold, cold.cache
         self._transfers = transfers
-        self._block_size, self._bytes_per_token = block_size, bytes_per_token
+        self._block_size = block_size
         self._recalls: dict[int, _Recall] = {}
         self._by_ticket: dict[int, _Recall] = {}
         self._fetching: dict[int, int] = {}
         """Superblock by ticket."""
-
-    # -- before ------------------------------------------------------------------------------------
-
-    def worth(
-        self, seen: HostNode, ids: Sequence[int], keys: list[bytes], have: int, limit: int
-    ) -> int:
-        """Up to which token a recall would bring the prompt `ids`, of which the device has the
-        first `have` tokens and may have the first `limit`; 0 when it is not worth it.
-
-        `seen` is its deepest superblock on the host. `keys`, kept from call to call, are the names
-        of its superblocks on disk as far as they were needed.
-        """
-        if limit - have < self.least_tokens or self._transfers.is_stuck(Direction.LOAD):
-            return 0
-        limit -= limit % self._block_size
-        on_host = min(limit, seen.depth * self._host.tokens)
-        ends = {on_host: 0.0}
-        depth, fetched = self._on_disk(seen, ids, keys, limit)
-        if fetched:
-            num_bytes = fetched * self._host.tokens * self._bytes_per_token
-            ends[min(limit, depth * self._host.tokens)] = self._transfers.estimate_s(
-                Direction.FETCH, num_bytes
-            )
-        best, most_saved = 0, 0.0
-        for end, fetch_s in ends.items():
-            if end - have < self.least_tokens:
-                continue
-            num_bytes = (end - have) * self._bytes_per_token
-            takes = _LATENCY_S + fetch_s + self._transfers.estimate_s(Direction.LOAD, num_bytes)
-            saved = self.cost.compute_s(have, end) - takes
-            if saved > most_saved:
-                best, most_saved = end, saved
-        return best
-
-    def worth_fetching(
-        self, seen: HostNode, ids: Sequence[int], keys: list[bytes], limit: int
-    ) -> int:
-        """As `worth`, of superblocks that are fetched from disk and used on the host: up to which
-        token; 0 when it is not worth it."""
-        depth, fetched = self._on_disk(seen, ids, keys, limit)
-        end = min(depth, limit // self._host.tokens) * self._host.tokens
-        start = seen.depth * self._host.tokens
-        if not fetched or end - start < self.least_tokens:
-            return 0
-        num_bytes = fetched * self._host.tokens * self._bytes_per_token
-        takes = _LATENCY_S + self._transfers.estimate_s(Direction.FETCH, num_bytes)
-        return end if self.cost.compute_s(start, end) > takes else 0
-
-    def _on_disk(
-        self, seen: HostNode, ids: Sequence[int], keys: list[bytes], limit: int
-    ) -> tuple[int, int]:
-        """How many superblocks host and disk have together, and how many of them only the disk."""
-        disk, tokens = self._transfers.disk, self._host.tokens
-        depth, fetched = seen.depth, 0
-        if disk is None or self._transfers.is_stuck(Direction.FETCH):
-            return depth, fetched
-        node: HostNode | None = seen
-        while depth * tokens < limit and (depth + 1) * tokens <= len(ids):
-            step = self._host.ids_at(ids, depth)
-            node = None if node is None else node.children.get(step)
-            if node is None or not self._host.holds(node):
-                if self._key(seen, ids, keys, depth) not in disk:
-                    break
-                fetched += 1
-            depth += 1
-        return depth, fetched
-
-    def _key(self, seen: HostNode, ids: Sequence[int], keys: list[bytes], index: int) -> bytes:
-        if not keys:
-            root = seen
-            while root.parent is not None:
-                root = root.parent
-            keys.append(self._host.disk_key(root))
-        while len(keys) <= index + 1:
-            keys.append(chain_key(keys[-1], self._host.ids_at(ids, len(keys) - 1)))
-        return keys[index + 1]
 
     # -- life of a recall --------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Owns: the disk tier's folder and bound from the options, what computing instead of copying would
 cost, and the tiers' numbers for whoever asks. Does not own: the host's memory and the sizes
-(kv_sizing.py), copies (transfers.py, kv_offload), or when which is chosen (kv_offload/recall.py).
+(kv_sizing.py), copies (transfers.py, kv_offload), or what is chosen (kv_offload/recall_cost.py).
 """
 
 from __future__ import annotations

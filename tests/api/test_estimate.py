@@ -207,7 +207,7 @@ async def test_every_millisecond_is_accounted_for(client: ClientFactory) -> None
     found = spans(answer.headers["server-timing"])
     parts = ("receive", "prepare", "queue", "prefill", "decode", "other")
     assert sum(found[name] for name in parts) == pytest.approx(found["total"], abs=0.05)
-    assert found["total"] >= 80
+    assert found["total"] >= 60
     # The scripted engine reports 1, 2 and 3 ms; the rest is nobody's else.
     assert (found["queue"], found["prefill"], found["decode"]) == (1, 2, 3)
 

@@ -180,7 +180,7 @@ class TieredWorld(World):
         self.moody = Moody()
         self.kv.connect(self.transfers, self.moody, 1)
         assert self.kv.tiers is not None
-        self.kv.tiers.recalls.least_tokens = 2
+        self.kv.tiers.worth.least_tokens = 2
         self.scheduler = Scheduler(self.kv, TokenBudget(budget), seats)
         self.draw = random.Random(seed)
         self.numbers = itertools.count()

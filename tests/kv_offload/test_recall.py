@@ -41,7 +41,7 @@ class Tiers:
         self.cost = Cost()
         self.kv.connect(rig.transfers, self.cost, LAYOUT.kv.bytes_per_token)
         assert self.kv.tiers is not None
-        self.kv.tiers.recalls.least_tokens = 2
+        self.kv.tiers.worth.least_tokens = 2
 
     def go(self, times: int = 1) -> list[tuple[int, int]]:
         """Copies end; (owner, tokens) of loads that ended."""
@@ -80,8 +80,7 @@ def test_it_is_brought_only_when_that_is_faster() -> None:
     assert look() == 0, "computing is faster than any copy"
     tiers.kv.free(2)
     tiers.cost.seconds_per_token = 1.0
-    recalls = tiers.kv.tiers.recalls  # type: ignore[union-attr]
-    recalls.least_tokens = 49
+    tiers.kv.tiers.worth.least_tokens = 49  # type: ignore[union-attr]
     assert look() == 0, "too few tokens to wait for"
     tiers.kv.free(2)
 

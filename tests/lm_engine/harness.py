@@ -179,7 +179,7 @@ class Lab:
         pool = engine.scheduler.kv.pool.num_blocks
         assert pool == blocks, f"asked for {blocks} blocks, got {pool}"
         if engine.scheduler.kv.tiers is not None:
-            engine.scheduler.kv.tiers.recalls.cost = Dear()
+            engine.scheduler.kv.tiers.worth.cost = Dear()
         return engine
 
     # -- prompts ------------------------------------------------------------------------------
