@@ -269,10 +269,11 @@ class Tiers(RuleBasedStateMachine):
 
         engine.fail(ticket, after=spoil_it if spoil and engine is self.engines[0] else None)
 
-    @precondition(lambda self: self._some(self._sound) and not self.saving)
+    @precondition(lambda self: self._some(self._sound) and not self._is_saving())
     @rule(data=st.data())
     def rot(self, data: st.DataObject) -> None:
-        """A bit of host memory turns."""
+        """A bit of host memory turns, but not of what is being saved: the file's own digest would
+        cover the wrong bit."""
         segment = self._choose(data, self._sound)
         assert segment.host is not None
         self.memory.raw(self.host.slot(segment.host))[0] ^= 4
@@ -401,6 +402,10 @@ class Tiers(RuleBasedStateMachine):
     def _loadable(self, segment: Segment) -> bool:
         room = self.pool.num_free >= segment.size
         return not segment.blocks and self._in_host(segment) and room
+
+    def _is_saving(self) -> bool:
+        """Also when the owner was told of a deadline and the copy has not ended."""
+        return bool(self.saving or self.engines[1].under_way)
 
     def _savable(self, segment: Segment) -> bool:
         full = segment.size == LAYOUT.blocks

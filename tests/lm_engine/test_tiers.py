@@ -449,8 +449,12 @@ def test_a_disk_without_a_host_is_refused_before_the_model_is_read(
 class Stubborn(ManualCopyEngine):
     """Waiting for it brings nothing."""
 
+    waits = 0
+
     def wait(self, timeout_s: float) -> None:
         """Nothing ends by itself."""
+        assert timeout_s <= 0.01, "who comes meanwhile should not wait longer"
+        self.waits += 1
 
 
 class Clock:
@@ -490,6 +494,7 @@ def test_copies_that_end_in_any_way(lab: GetLab, ends: str) -> None:
         if step == 5:
             assert len(tickets) == 3
             assert engine.scheduler.running[0].loading
+            assert hand.waits == 5, "a step that can do nothing sleeps for the copies"
         if step == 6 and ends == "backwards":
             for ticket in reversed(tickets):
                 hand.finish(ticket)
