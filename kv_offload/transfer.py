@@ -287,8 +287,8 @@ class Transfers:
 
     @property
     def num_awaited(self) -> int:
-        """Tickets whose end somebody is still to be told of."""
-        return sum(not ticket.told for ticket in self._open.values())
+        """Tickets whose end somebody is still to be told of, by `poll`."""
+        return len(self._answers) + sum(not ticket.told for ticket in self._open.values())
 
     def now(self) -> float:
         """On the clock of the deadlines, seconds."""

@@ -424,3 +424,16 @@ def test_random_use_with_a_real_thread(seed: int) -> None:
     assert rig.pool.num_free == 24
     assert rig.host.num_used == 0
     assert rig.transfers.close() == 0
+
+
+def test_an_end_that_was_seen_and_not_told_is_still_awaited() -> None:
+    """Who waits for one ticket sees the ends of others, whose owners hear of them by `poll`."""
+    rig = Rig()
+    blocks, superblock = rig.blocks(2), rig.superblock()
+    rig.transfers.store(blocks, superblock)
+    assert rig.transfers.num_awaited == 1
+    rig.engine.finish(min(rig.engine.under_way))
+    rig.transfers.advance()
+    assert (rig.transfers.num_open, rig.transfers.num_awaited) == (0, 1)
+    assert len(rig.transfers.poll()) == 1
+    assert rig.transfers.num_awaited == 0
