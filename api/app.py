@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
 
-from api import completions, kv_events, tokens
+from api import completions, kv_events, tokens, tune_routes
 from api import estimate as estimates
 from api.config import ServeConfig
 from api.errors import (
@@ -41,6 +41,7 @@ from api.schemas import (
     TokenizeRequest,
 )
 from api.server import Server
+from api.tune_routes import CalibrationRequest, SchedulingChange
 from api.urlguard import UrlFetcher
 from lm_engine.client import EngineClient
 
@@ -74,6 +75,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, what in (
         (400, "The request is wrong; `param` names the field."),
         (401, "The API key is missing or wrong."),
+        (403, "The operator has not allowed it."),
         (404, "There is no such model or path."),
         (413, "The body is too large."),
         (429, "This caller has too much in flight, or x-ttft-deadline-ms cannot be met."),
@@ -231,6 +233,20 @@ def _small_routes(app: FastAPI, server: Server) -> None:
     async def kv_changes(request: Request) -> Response:
         """Server-sent events: which blocks of the caller's tenant the prefix cache holds."""
         return kv_events.kv_events(server, request)
+
+    @app.get("/v1/scheduling", responses=_ERRORS)
+    async def scheduling() -> Response:
+        return await tune_routes.show(server)
+
+    @app.post("/v1/scheduling", responses=_ERRORS, openapi_extra=_body(SchedulingChange))
+    async def change_scheduling(request: Request) -> Response:
+        return await tune_routes.change(server, request)
+
+    @app.post(
+        "/v1/scheduling/calibrate", responses=_ERRORS, openapi_extra=_body(CalibrationRequest)
+    )
+    async def calibrate(request: Request) -> Response:
+        return await tune_routes.calibrate(server, request)
 
     @app.get("/version")
     async def show_version() -> Response:

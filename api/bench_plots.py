@@ -39,7 +39,9 @@ def draw(summary: Summary, path: Path) -> None:
     _over_time(when, summary)
     _in_flight(load, summary)
     good = summary.report.goodput
-    title = f"{summary.target.model} ({summary.target.kind}): {good.value:.1%} goodput"
+    # Some servers call a model by the path of its file.
+    model = Path(summary.target.model).name
+    title = f"{model} ({summary.target.kind}): {good.value:.1%} goodput"
     notes = [": ".join(part.strip() for part in (n[:_NAME], n[_NAME:])) for n in summary.lines()]
     plots.save(figure, path, title=title, notes=notes, table=summary.latency_rows())
 
@@ -60,7 +62,7 @@ def _share_under(
     _round_ticks(axes.xaxis)
     axes.set(title=title, xlabel="ms (logarithmic)", ylabel="% of requests at most", ylim=(0, 101))
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower right", **_LEGEND)
+        axes.legend(loc="best", **_LEGEND)
 
 
 def _round_ticks(axis: Any) -> None:
@@ -91,14 +93,20 @@ def _over_time(axes: Any, summary: Summary) -> None:
     for number, at in enumerate(failed):
         axes.axvline(at, color=_FAILED, alpha=0.4, linewidth=1, label=None if number else "failed")
     if np.isfinite(promise.ttft_s):
-        axes.axhline(promise.ttft_s * 1e3, color=_FAILED, linestyle="--", linewidth=1.2)
+        label = f"promised {promise.ttft_s * 1e3:,g} ms"
+        axes.axhline(
+            promise.ttft_s * 1e3, color=_FAILED, linestyle="--", linewidth=1.2, label=label
+        )
     axes.set(
         title="Each request: promise kept or missed",
         xlabel="arrival, s",
         ylabel="TTFT, ms (logarithmic)",
     )
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper left", ncols=3, **_LEGEND)
+        # Above everything that is drawn.
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high * (high / low) ** 0.15)
+        axes.legend(loc="upper left", ncols=4, columnspacing=1.2, **_LEGEND)
 
 
 def _in_flight(axes: Any, summary: Summary) -> None:
@@ -113,7 +121,8 @@ def _in_flight(axes: Any, summary: Summary) -> None:
     if changes:
         at, steps = zip(*changes, strict=True)
         axes.step(at, np.cumsum(steps), where="post", color=plots.COLOURS[0], linewidth=1.5)
-    axes.set(title="Load and output", xlabel="s", ylabel="requests in flight", ylim=(0, None))
+        axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set(title="Load and output", xlabel="time, s", ylabel="requests in flight", ylim=(0, None))
     axes.yaxis.label.set_color(plots.COLOURS[0])
     arrivals = np.concatenate([np.asarray(t.delivered_s) for t in summary.times] or [np.zeros(0)])
     if not len(arrivals):

@@ -1,7 +1,7 @@
 """The command line.
 
 Owns: the verbs `serve`, `chat`, `config show` and `doctor`, their flags and exit codes, and the way
-to those of plan_cli.py and bench_cli.py.
+to those of plan_cli.py, bench_cli.py and tune_cli.py.
 Does not own: settings (config.py defines each flag once), or what a verb does.
 
 Modules are imported by the verb that needs them, so that `--help` is quick.
@@ -23,6 +23,7 @@ from api.bench_cli import bench
 from api.config import ConfigError, ServeConfig, Settings, load
 from api.environment import check_environment
 from api.plan_cli import plan_app
+from api.tune_cli import tune
 from chunked_prefill.planner.devices import PlanError
 
 app = App(
@@ -35,6 +36,7 @@ config_app = App(name="config", help="Settings and where their values come from.
 app.command(config_app)
 app.command(plan_app)
 app.command(bench)
+app.command(tune)
 
 
 def _version() -> str:

@@ -44,7 +44,8 @@ from lm_engine.client import MediaItem
 T = TypeVar("T")
 
 DEADLINE_HEADER = "x-ttft-deadline-ms"
-_LONGEST_DEADLINE_MS = 86_400_000
+TTFT_HEADER, TPOT_HEADER = "x-ttft-slo-ms", "x-tpot-slo-ms"
+_LONGEST_MS = 86_400_000
 INLINE_CHARS = 2000
 """Texts up to this length are tokenised on the event loop: it takes less than a thread's start."""
 
@@ -218,7 +219,7 @@ async def _respond(
         tenant=request.state.tenant,
         received_s=received_s,
     )
-    deadline_s = ttft_deadline_s(request)
+    promises = promises_of(request)
     check_logprob_entries(requests)
     check_intervals(requests)
     evidence = await _evidence(model, body, prepared, requests)
@@ -229,7 +230,7 @@ async def _respond(
     ticket.resize_media(_media_bytes(prepared))
     if evidence is not None:
         evidence.plan_baselines(requests)
-    requests = [told(one, deadline_s, stream=bool(body.stream)) for one in requests]
+    requests = [replace(one, wants_estimate=bool(body.stream), **promises) for one in requests]
     feed = EventFeed(server.client, [(one, prepared.media) for one in requests])
     stack.push_async_callback(feed.close)
     stack.callback(server.follow(feed))
@@ -292,32 +293,45 @@ def engine_requests(
             positions=prompt.positions,
             position_delta=prompt.position_delta,
             tenant=tenant,
+            priority=body.priority or 0,
             arrival_s=received_s,
         )
         for place, prompt in enumerate(prompts)
     ]
 
 
-def told(request: EngineRequest, deadline_s: float | None, *, stream: bool) -> EngineRequest:
-    """The request with what its client wants to know, and to hold, of its first token."""
-    if deadline_s is None:
-        return replace(request, wants_estimate=stream)
-    return replace(request, wants_estimate=stream, ttft_s=deadline_s, must_meet_ttft=True)
+def promises_of(request: Request) -> dict[str, Any]:
+    """What the client's headers ask for, as fields of an engine's request: x-ttft-slo-ms and
+    x-tpot-slo-ms stand in for the server's promises, with x-ttft-deadline-ms a request that would
+    be late is refused. Raises BadRequestError."""
+    fields: dict[str, Any] = {}
+    deadline_s, ttft_s = seconds_of(request, DEADLINE_HEADER), seconds_of(request, TTFT_HEADER)
+    if deadline_s is not None and ttft_s is not None:
+        raise BadRequestError(
+            f"{TTFT_HEADER} and {DEADLINE_HEADER} both say when the first token is due; send one.",
+            param=TTFT_HEADER,
+        )
+    if deadline_s is not None:
+        fields |= {"ttft_s": deadline_s, "must_meet_ttft": True}
+    if ttft_s is not None:
+        fields["ttft_s"] = ttft_s
+    if (tpot_s := seconds_of(request, TPOT_HEADER)) is not None:
+        fields["tpot_s"] = tpot_s
+    return fields
 
 
-def ttft_deadline_s(request: Request) -> float | None:
-    """x-ttft-deadline-ms. Raises BadRequestError."""
-    given = request.headers.get(DEADLINE_HEADER)
+def seconds_of(request: Request, header: str) -> float | None:
+    """A header that is a number of milliseconds. Raises BadRequestError."""
+    given = request.headers.get(header)
     if given is None:
         return None
     try:
         milliseconds = float(given)
     except ValueError:
         milliseconds = math.nan
-    if not 0 < milliseconds <= _LONGEST_DEADLINE_MS:
+    if not 0 < milliseconds <= _LONGEST_MS:
         raise BadRequestError(
-            f"{DEADLINE_HEADER} must be milliseconds above 0 and at most {_LONGEST_DEADLINE_MS}.",
-            param=DEADLINE_HEADER,
+            f"{header} must be milliseconds above 0 and at most {_LONGEST_MS}.", param=header
         )
     return milliseconds / 1e3
 

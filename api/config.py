@@ -7,6 +7,7 @@ Does not own: parsing the command line (cli.py), or what "auto" becomes (the eng
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from chunked_prefill.settings import LONG_PROMPT_SHARE, STEP_SHARE
 from lm_engine.options import ColdKV, EngineOptions
 from vision_encoder.media import MAX_PIXELS, MediaLimits
 
@@ -62,6 +64,19 @@ def _seconds(value: Any) -> Any:
     raise ValueError(f"{value!r} is no duration; write 200ms or 0.2s (0 for no promise)")
 
 
+def _shares(value: Any) -> Any:
+    """`0.3-0.9`, or `0.7` for both."""
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        least, dash, most = str(value).partition("-")
+        try:
+            value = (float(least), float(most if dash else least))
+        except ValueError:
+            raise ValueError(f"{value!r} is no range of shares; write 0.3-0.9") from None
+    if isinstance(value, list | tuple) and len(value) == 2 and not 0 < value[0] <= value[1] <= 1:
+        raise ValueError("shares lie above 0 and at most at 1, the least first; write 0.3-0.9")
+    return value
+
+
 def _words(value: Any) -> Any:
     """A comma-separated list, as flags and environment variables write it."""
     if isinstance(value, str):
@@ -82,6 +97,7 @@ def _image_limit(value: Any) -> Any:
 
 Count = Annotated[int, BeforeValidator(number)]
 Seconds = Annotated[float, BeforeValidator(_seconds)]
+Shares = Annotated[tuple[float, float], BeforeValidator(_shares)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
 
 
@@ -131,6 +147,16 @@ class ServeConfig(BaseSettings):
     scheduling_policy: Literal["deadline", "fcfs"] = _setting(
         "deadline or fcfs: whose prompt goes first", "deadline"
     )
+    step_share: Shares = _setting(
+        "Least and most of --tpot-slo that a step with prompts may plan for", STEP_SHARE
+    )
+    long_prompt_share: float = _setting(
+        "Of the KV pool, what long prompts may hold while short ones wait",
+        LONG_PROMPT_SHARE,
+        gt=0,
+        le=1,
+    )
+    allow_tuning: bool = _setting("Let /v1/scheduling change these while serving", False)
     block_size: Count = _setting("Tokens in a KV block", 16, ge=1)
     kv_cache_memory_bytes: Count | None = _setting("KV pool, 4GiB say", core=True, ge=1)
     host_kv_gib: float | None = _setting(
@@ -149,6 +175,10 @@ class ServeConfig(BaseSettings):
     cold_kv: ColdKV = _setting("How KV on the host is attended", "auto", core=True)
     enable_prefix_caching: bool = _setting("Reuse the KV of equal beginnings", True, core=True)
     kv_events: bool = _setting("Publish at /v1/kv/events what the prefix cache holds", False)
+    calibrate: bool = _setting(
+        "Measure step times before serving, unless that was done before", False, core=True
+    )
+    record: Path | None = _setting("Write every scheduling decision into this new file")
     embedding_rows: Count | None = _setting("Rows of the image embedding arena", ge=1)
     mm_encoder_process: bool = _setting("Vision stage in its own process", True)
 
@@ -159,6 +189,9 @@ class ServeConfig(BaseSettings):
     allowed_media_domains: Words = _setting("Hosts that image URLs may name", (), core=True)
     max_image_bytes: Count = _setting("Encoded bytes of one image", 32 * 2**20, ge=1)
     max_image_pixels: Count = _setting("Pixels of one image", 50_000_000, ge=1, le=MAX_PIXELS)
+    image_resolution_limit: Count | None = _setting(
+        "Pixels of an image that the model sees; larger ones are scaled down", ge=1
+    )
     max_request_pixels: Count = _setting("Pixels of a request's images", 400_000_000, ge=1)
     max_image_frames: Count = _setting("Frames of an animated image", 1000, ge=1)
     max_image_aspect: float = _setting("Longer edge over shorter edge", 200.0, ge=1)
@@ -209,6 +242,12 @@ class ServeConfig(BaseSettings):
             raise ValueError("kv_events tells what the prefix cache holds: enable_prefix_caching")
         return self
 
+    @model_validator(mode="after")
+    def _record_one_level(self) -> ServeConfig:
+        if self.record is not None and self.host_kv_gib is not None:
+            raise ValueError("record does not know when copies end: leave out host_kv_gib")
+        return self
+
     @property
     def public_name(self) -> str:
         """The model's name in the API."""
@@ -244,6 +283,8 @@ class ServeConfig(BaseSettings):
             tpot_slo_s=self.tpot_slo,
             ttft_slo_s=self.ttft_slo,
             scheduling_policy=self.scheduling_policy,
+            step_share=self.step_share,
+            long_prompt_share=self.long_prompt_share,
             block_size=self.block_size,
             prefix_caching=self.enable_prefix_caching,
             kv_memory_bytes=self.kv_cache_memory_bytes or self._default_kv_bytes,
@@ -251,6 +292,8 @@ class ServeConfig(BaseSettings):
             disk_kv_path=None if self.disk_kv_path is None else str(self.disk_kv_path),
             disk_kv_bytes=int(self.disk_kv_gib * 2**30),
             kv_events=self.kv_events,
+            calibrate=self.calibrate,
+            record=None if self.record is None else str(self.record.absolute()),
             cold_kv=self.cold_kv,
             embedding_rows=self.embedding_rows,
             threads=self.threads,
@@ -311,9 +354,15 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
         name = str(fault["loc"][0]) if fault["loc"] else ""
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
-            message = "there is no such setting; `longlens config show` lists all"
+            message = _no_such_setting(name)
         flag = f"--{name.replace('_', '-')}"
         where = f" (from {origins[name]})" if name in origins else ""
         given = f" is {fault['input']!r}" if name and name != "api_key" else ""
         lines.append(f"{flag}{given}{where}: {message}." if name else f"{message}.")
     return "\n".join(lines)
+
+
+def _no_such_setting(name: str) -> str:
+    near = difflib.get_close_matches(name, ServeConfig.model_fields, 1)
+    hint = f"did you mean {near[0].replace('_', '-')}? " if near else ""
+    return f"there is no such setting; {hint}`longlens config show` lists all"

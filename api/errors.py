@@ -9,6 +9,7 @@ validation errors and unforeseen exceptions into it. Does not own: when an error
     │   ├── ContextTooLongError    400  prompt + completion exceed the model's context
     │   └── MediaError             400  an image cannot be fetched, read or served
     ├── UnauthorizedError          401
+    ├── ForbiddenError             403  the operator has not allowed it
     ├── NotFoundError              404
     ├── MethodNotAllowedError      405
     ├── BodyTooLargeError          413
@@ -95,6 +96,12 @@ class UnauthorizedError(ApiError):
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+
+class ForbiddenError(ApiError):
+    status = 403
+    type = "permission_error"
+    code = "not_allowed"
 
 
 class NotFoundError(ApiError):

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import uuid
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Discriminator, RootModel, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.completions import engine_requests, prepare_chat, prepare_text, reserve
+from api.completions import engine_requests, prepare_chat, prepare_text, promises_of, reserve
 from api.errors import BadRequestError, from_engine, json_response
 from api.schemas import ChatRequest, CompletionRequest
 from api.server import Server
@@ -62,6 +63,7 @@ async def estimate(server: Server, request: Request) -> Response:
             tenant=request.state.tenant,
             received_s=payload.received_s,
         )
+        asked = replace(asked, **promises_of(request))
         found = await server.client.estimate(asked, prepared.media)
     if isinstance(found, RequestError):
         raise from_engine(found)

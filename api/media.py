@@ -65,9 +65,16 @@ class SpooledImage:
 class RequestMedia:
     """The images of one request and the folder that holds them. `close` removes it."""
 
-    def __init__(self, folder: Path | None, spooled: Sequence[SpooledImage] = ()):
+    def __init__(
+        self,
+        folder: Path | None,
+        spooled: Sequence[SpooledImage] = (),
+        resolution_limit: int | None = None,
+    ):
+        """`resolution_limit`: most pixels of an image that the tower sees, if the server says."""
         self._folder = folder
         self.spooled = tuple(spooled)
+        self._resolution_limit = resolution_limit
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +83,10 @@ class RequestMedia:
     def plans(self, planner: ImagePlanner) -> list[ImagePlan]:
         """Plans for all images together. Raises MediaError naming the part at fault."""
         sizes = [(image.header.width, image.header.height) for image in self.spooled]
-        limits = [_limit(image.source, planner) for image in self.spooled]
+        limits = [
+            capped(_limit(image.source, planner), self._resolution_limit, planner.floor_pixels)
+            for image in self.spooled
+        ]
         try:
             return planner.plan(sizes, limits)
         except PlanError as error:
@@ -114,6 +124,17 @@ def _limit(source: ImageSource, planner: ImagePlanner) -> ResolutionLimit:
     return limit
 
 
+def capped(limit: ResolutionLimit, most: int | None, floor_pixels: int) -> ResolutionLimit:
+    """No more pixels than `most`, where it is given and the model can do with so few."""
+    if most is None:
+        return limit
+    most = max(most, floor_pixels)
+    return ResolutionLimit(
+        min_pixels=None if limit.min_pixels is None else min(limit.min_pixels, most),
+        max_pixels=most if limit.max_pixels is None else min(limit.max_pixels, most),
+    )
+
+
 class MediaLoader:
     """Brings images into spool files. `close` removes the whole spool."""
 
@@ -124,7 +145,10 @@ class MediaLoader:
         *,
         pool: Executor,
         local_root: Path | None = None,
+        resolution_limit: int | None = None,
     ):
+        self.resolution_limit = resolution_limit
+        """For the requests to come; may change while serving."""
         self._limits = limits
         self._fetcher = fetcher
         self._root = None if local_root is None else local_root.resolve()
@@ -161,7 +185,7 @@ class MediaLoader:
             await asyncio.gather(*tasks, return_exceptions=True)
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return RequestMedia(folder, spooled)
+        return RequestMedia(folder, spooled, self.resolution_limit)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

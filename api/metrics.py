@@ -17,6 +17,7 @@ from prometheus_client.core import (
 )
 
 from lm_engine.client import EngineStats, EngineStatus, TierStats
+from lm_engine.client import Histogram as Counts
 from lm_engine.outputs import Timing, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -52,6 +53,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prefix_cache_hits", "Prompt tokens found in the cache", lambda s: s.prompt_tokens_cached),
     ("num_preemptions", "Sequences preempted", lambda s: s.preemptions),
     ("engine_steps", "Steps of the engine", lambda s: s.steps),
+    ("step_seconds_predicted", "Of steps, before each began", lambda s: s.predicted_s),
+    ("step_seconds_measured", "Of the same steps", lambda s: s.measured_s),
     ("mm_cache_queries", "Images looked up", lambda s: s.image_cache_queries),
     ("mm_cache_hits", "Images found in the cache", lambda s: s.image_cache_hits),
     ("images_encoded", "Images encoded", lambda s: s.images_encoded),
@@ -148,18 +151,22 @@ class _EngineCollector:
             counter.add_metric(self._labels, read(stats))
             yield counter
         yield from self._labelled(stats)
-        found = stats.iteration_tokens
-        if found is not None:
-            total = 0
-            buckets = []
-            for bound, count in zip((*found.bounds, "+Inf"), found.counts, strict=True):
-                total += count
-                buckets.append((str(bound), float(total)))
-            histogram = HistogramMetricFamily(
-                self._prefix + "iteration_tokens_total", "Tokens per step", labels=["model_name"]
-            )
-            histogram.add_metric(self._labels, buckets, found.total)
-            yield histogram
+        for name, help_text, found in (
+            ("iteration_tokens_total", "Tokens per step", stats.iteration_tokens),
+            ("step_time_ratio", "Time of a step over what was predicted", stats.step_ratio),
+        ):
+            if found is not None:
+                yield self._histogram(name, help_text, found)
+
+    def _histogram(self, name: str, help_text: str, found: Counts) -> Metric:
+        total = 0
+        buckets = []
+        for bound, count in zip((*found.bounds, "+Inf"), found.counts, strict=True):
+            total += count
+            buckets.append((str(bound), float(total)))
+        family = HistogramMetricFamily(self._prefix + name, help_text, labels=["model_name"])
+        family.add_metric(self._labels, buckets, found.total)
+        return family
 
     def _labelled(self, stats: EngineStats) -> Iterable[Metric]:
         for kind, families in (

@@ -35,6 +35,9 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
+MAX_PRIORITY = 100
+
+
 class ChatTemplateKwargs(Strict):
     """The template arguments that a client may set; a template sees no other."""
 
@@ -64,7 +67,6 @@ _GENERATION_VACUOUS: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (None, True),
     "truncate_prompt_tokens": (None,),
     "best_of": (None, 1),
-    "priority": (None, 0),
     "echo": (None, False),
     "guided_json": (None,),
     "guided_regex": (None,),
@@ -157,6 +159,9 @@ class Generation(Strict):
     repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False)
     min_tokens: int | None = Field(default=None, ge=0, lt=_INT64)
     ignore_eos: bool | None = None
+    priority: int | None = Field(default=None, ge=0, le=MAX_PRIORITY)
+    """Larger runs later, and loses its memory to smaller ones; nobody gets before the default, 0:
+    that would be at the cost of other callers."""
     stop_token_ids: list[int] | None = Field(default=None, max_length=128)
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=20)

@@ -19,13 +19,15 @@ from typing import Any
 
 import structlog
 import uvicorn
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from api.app import create_app, version
 from api.config import ConfigError, ServeConfig
 from api.model_folder import resolve_model
 from api.server import Server
-from lm_engine.client import EngineClient
+from lm_engine.client import EngineClient, EngineStatus
 
 ClientStarter = Callable[[ServeConfig, Path], EngineClient]
 
@@ -237,13 +239,55 @@ async def _serve(
     return code
 
 
+class Bar:
+    """What a start measures or loads, as a bar on a terminal; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def show(self, status: EngineStatus) -> None:
+        """A bar while the engine says how much there is to do."""
+        if status.total <= 0 or status.phase not in ("starting", "loading"):
+            self.close()
+        elif sys.stderr.isatty():
+            if self._progress is None:
+                columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+                self._progress = Progress(
+                    *columns, console=Console(stderr=True), transient=True, auto_refresh=False
+                )
+                self._progress.start()
+                self._task = self._progress.add_task("")
+            self._progress.update(
+                self._task,
+                description=status.detail,
+                completed=status.done,
+                total=status.total,
+                refresh=True,
+            )
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
 async def _watch(server: Server, http: DrainingServer, address: str) -> int:
     """Reports the way to readiness; ends the server, with code 1, when the engine has failed."""
+    bar = Bar()
+    try:
+        return await _report(server, http, address, bar)
+    finally:
+        bar.close()
+
+
+async def _report(server: Server, http: DrainingServer, address: str, bar: Bar) -> int:
     said = None
     ready = False
     started = time.monotonic()
     while True:
         status = server.status()
+        bar.show(status)
         if status.phase == "failed":
             log.error(status.detail or "the engine failed")
             http.should_exit = True

@@ -79,6 +79,7 @@ class Server:
             self._fetcher,
             pool=self.pool,
             local_root=self.config.allowed_local_media_path,
+            resolution_limit=self.config.image_resolution_limit,
         )
         self._frontend = asyncio.create_task(
             asyncio.to_thread(

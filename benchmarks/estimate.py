@@ -47,7 +47,8 @@ class Trial:
     prompt_tokens: int
     images: int
     told_s: float
-    """By the stream's header."""
+    """By the stream's header; infinite when the stream began without one, because a step took
+    longer than the server keeps a client waiting."""
     asked_s: float
     """By /v1/estimate, just before."""
     actual_s: float
@@ -118,7 +119,7 @@ class Prober:
             beside,
             answer.prompt_tokens or wanted.prompt_tokens,
             len(wanted.images),
-            float(exchange.headers["x-ttft-estimate-ms"]) / 1e3,
+            float(exchange.headers.get("x-ttft-estimate-ms", "inf")) / 1e3,
             asked_s,
             answer.arrivals_s[0] - exchange.sent_s,
             answered_s,

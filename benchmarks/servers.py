@@ -39,16 +39,16 @@ class Server:
     def start(self, log_folder: Path, timeout_s: float = 600.0) -> None:
         self.port = _free_port()
         command = [part.format(port=self.port, model=self.model) for part in self.command]
-        log = (log_folder / f"{self.name}.log").open("wb")
         begin = time.perf_counter()
-        self.process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **self.env},
-            start_new_session=True,
-            cwd=ROOT,
-        )
+        with (log_folder / f"{self.name}.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.env},
+                start_new_session=True,
+                cwd=ROOT,
+            )
         while time.perf_counter() - begin < timeout_s:
             if self.process.poll() is not None:
                 raise RuntimeError(

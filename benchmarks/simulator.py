@@ -18,7 +18,7 @@ import itertools
 import json
 import statistics
 import time
-from dataclasses import astuple
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +44,24 @@ KV_TOKENS = 800_000
 LAUNCH_S, SEQUENCE_S = 0.001, 1e-5
 MOST_TOKENS = 8192
 TTFT_S, TPOT_S, STRETCH = 1.0, 0.05, 5.0
+PROMISE = Promise(TTFT_S, TPOT_S, isolated_factor=STRETCH)
 LONG_TOKENS = 131_072
 
 
 class BiasedEstimator(StepTimeEstimator):
-    """Its model is `bias` times what it has learnt."""
+    """Whatever it learns, it believes `bias` times that."""
 
     def __init__(self, prior: StepTimeModel, bias: float) -> None:
-        super().__init__(prior)
         self._bias = bias
-        self.model = self._biased(prior)
+        super().__init__(prior)
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
-        before = self.model
-        super().observe(load, seconds)
-        if self.model is not before:
-            self.model = self._biased(self.model)
+    @property
+    def model(self) -> StepTimeModel:  # type: ignore[override]
+        return self._believed
 
-    def _biased(self, model: StepTimeModel) -> StepTimeModel:
-        return StepTimeModel(*(weight * self._bias for weight in astuple(model)))
+    @model.setter
+    def model(self, learnt: StepTimeModel) -> None:
+        self._believed = learnt.scaled(self._bias)
 
 
 def roofline_s(load: StepLoad) -> float:
@@ -110,33 +109,43 @@ def _requests(args: argparse.Namespace) -> list[TraceRequest]:
     return list(changed(itertools.cycle(read_trace(args.trace)), changes))
 
 
-def _measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def simulate(
+    policy: str,
+    requests: Iterable[TraceRequest],
+    *,
+    bias: float = 1.0,
+    factor: float | Callable[[float], float] = 1.0,
+) -> Outcome:
+    """The requests on an 8B and one H200, by one of the policies above. `factor`: see
+    ModelExecutor."""
     truth = StepTimeModel(READ_S + LAUNCH_S, SEQUENCE_S, TOKEN_S, CONTEXT_S, PAIR_S)
-    estimator = BiasedEstimator(truth, args.bias)
-    budget: Budget
-    policy: Policy = Deadline(TtftPromise(TTFT_S, STRETCH), lambda: estimator.model, MOST_TOKENS)
-    if name == "deadline":
-        budget = TimeBudget(MOST_TOKENS, TPOT_S, estimator)
-    else:
-        budget = TokenBudget(int(name.removeprefix("edf-")), estimator)
-        policy = policy if name.startswith("edf-") else Fcfs()
-    requests = _requests(args)
+    estimator = StepTimeEstimator(truth) if bias == 1 else BiasedEstimator(truth, bias)
+    budget: Budget = TimeBudget(MOST_TOKENS, TPOT_S, estimator)
+    order: Policy = Deadline(TtftPromise(TTFT_S, STRETCH), lambda: estimator.model, MOST_TOKENS)
+    if policy != "deadline":
+        budget = TokenBudget(int(policy.removeprefix("edf-")), estimator)
+        order = order if policy.startswith("edf-") else Fcfs()
     clock = VirtualClock()
-    scheduler = Scheduler(counting_kv(KV_TOKENS // 16, 16), budget, 256, policy=policy, clock=clock)
-    factor = 1.0 if args.shift is None else shift((args.shift,), (1.0, 2.0))
+    scheduler = Scheduler(counting_kv(KV_TOKENS // 16, 16), budget, 256, policy=order, clock=clock)
     simulator = Simulator(
         scheduler,
         clock,
         ModelExecutor(roofline_s, factor=factor),
         alone_s=lambda tokens: truth.prefill_s(0, tokens, MOST_TOKENS),
     )
+    return simulator.run(requests)
+
+
+def _measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    requests = _requests(args)
+    factor = 1.0 if args.shift is None else shift((args.shift,), (1.0, 2.0))
     start_s = time.process_time()
-    outcome = simulator.run(requests)
+    outcome = simulate(name, requests, bias=args.bias, factor=factor)
     return _row(name, outcome, time.process_time() - start_s)
 
 
 def _row(name: str, outcome: Outcome, cpu_s: float) -> dict[str, Any]:
-    promise = Promise(TTFT_S, TPOT_S, isolated_factor=STRETCH)
+    promise = PROMISE
     report = Report.of(outcome.times, promise)
     longs = [t.ttft_s for t in outcome.times if t.prompt_tokens >= LONG_TOKENS]
     row: dict[str, Any] = {

@@ -8,6 +8,8 @@ step takes (step_time.py). Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from math import inf
 from typing import Protocol
 
 from chunked_prefill.share_control import ShareControl
@@ -20,6 +22,22 @@ class Budget(Protocol):
     @property
     def estimator(self) -> StepTimeEstimator | None:
         """Who learns how long steps take, where somebody does."""
+        ...
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that the step which began last may plan for, were it alone on its cores; inf
+        where nothing was promised."""
+        ...
+
+    def begin(self, promises: Collection[float | None]) -> None:
+        """A step begins, with decodes that were promised these seconds per token; None is what
+        everybody is promised. The strictest holds until the next step begins."""
+        ...
+
+    def beside(self, slowdown: float, seconds: float) -> None:
+        """While the step that began runs, another stage makes it take `slowdown` times as long,
+        and takes `seconds` of its time besides."""
         ...
 
     def decodes(self, count: int, prompts_wait: bool, step: int) -> int:
@@ -35,7 +53,8 @@ class Budget(Protocol):
         ...
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """A step took this long."""
+        """The step that began last took this long. Nothing is learnt of steps' times from one that
+        another stage has slowed down."""
         ...
 
 
@@ -53,6 +72,20 @@ class TokenBudget:
             )
         self.max_num_batched_tokens = max_num_batched_tokens
         self.estimator = estimator
+        self._alone = True
+
+    @property
+    def limit_s(self) -> float:
+        """See Budget."""
+        return inf
+
+    def begin(self, promises: Collection[float | None]) -> None:
+        """See Budget; tokens alone decide."""
+        self._alone = True
+
+    def beside(self, slowdown: float, seconds: float) -> None:
+        """See Budget."""
+        self._alone = slowdown == 1
 
     def decodes(self, count: int, prompts_wait: bool, step: int) -> int:
         """See Budget."""
@@ -70,8 +103,8 @@ class TokenBudget:
         return max(0, min(wanted, room, max(least, int(share * room))))
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """Tokens cost what they cost."""
-        if self.estimator is not None:
+        """See Budget."""
+        if self.estimator is not None and self._alone:
             self.estimator.observe(load, seconds)
 
 
@@ -87,7 +120,8 @@ class TimeBudget:
         estimator: StepTimeEstimator,
         control: ShareControl | None = None,
     ) -> None:
-        """`promise_s`: seconds from one token of an answer to its next."""
+        """`promise_s`: seconds from one token of an answer to its next; inf when only what single
+        requests were promised counts."""
         if promise_s <= 0:
             raise ValueError(f"a promise of {promise_s} s per token cannot be kept")
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -95,6 +129,23 @@ class TimeBudget:
         self.estimator = estimator
         self.control = control or ShareControl()
         self._tokens = TokenBudget(max_num_batched_tokens)
+        self._step_promise_s = promise_s
+        self._slowdown, self._other_s = 1.0, 0.0
+
+    @property
+    def limit_s(self) -> float:
+        """See Budget."""
+        return self.control.share * self._step_promise_s / self.estimator.guard
+
+    def begin(self, promises: Collection[float | None]) -> None:
+        """See Budget."""
+        own = [self.promise_s if promise is None else promise for promise in promises]
+        self._step_promise_s = min(own, default=self.promise_s)
+        self._slowdown, self._other_s = 1.0, 0.0
+
+    def beside(self, slowdown: float, seconds: float) -> None:
+        """See Budget."""
+        self._slowdown, self._other_s = slowdown, seconds
 
     def decodes(self, count: int, prompts_wait: bool, step: int) -> int:
         """See Budget."""
@@ -105,9 +156,9 @@ class TimeBudget:
     ) -> int:
         """See Budget."""
         tokens = self._tokens.chunk(load, depth, wanted, share=share, least=least)
-        if not load.decode_context or tokens <= least:
+        if not load.decode_context or tokens <= least or self._step_promise_s == inf:
             return tokens
-        limit_s = self.control.share * self.promise_s / self.estimator.guard
+        limit_s = self.limit_s / self._slowdown - self._other_s
         model = self.estimator.model
         if share < 1.0:
             taken_s = model.predict_s(load)
@@ -115,6 +166,8 @@ class TimeBudget:
         return min(tokens, max(least, model.longest_chunk(depth, load, limit_s)))
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        self.estimator.observe(load, seconds)
-        if load.kind == "mixed":
-            self.control.observe(seconds / self.promise_s)
+        """See Budget."""
+        if self._slowdown == 1:
+            self.estimator.observe(load, seconds)
+        if load.kind == "mixed" and self._step_promise_s != inf:
+            self.control.observe((seconds + self._other_s) / self._step_promise_s)

@@ -60,12 +60,16 @@ class TtftPromise:
                 f"stretch is {self.stretch}; a prompt takes at least once its time alone"
             )
 
-    def seconds(self, num_tokens: int, chunk_tokens: int, model: StepTimeModel) -> float:
-        """For a prompt of so many tokens in chunks of `chunk_tokens`."""
+    def seconds(
+        self, num_tokens: int, chunk_tokens: int, model: StepTimeModel, *, encode_s: float = 0.0
+    ) -> float:
+        """For a prompt of so many tokens in chunks of `chunk_tokens`, whose images take `encode_s`
+        to encode."""
         base_s = self.base_s
         if base_s is None:
             base_s = 4 * model.prefill_s(0, 512, chunk_tokens)
-        return max(base_s, self.stretch * model.prefill_s(0, num_tokens, chunk_tokens))
+        alone_s = encode_s + model.prefill_s(0, num_tokens, chunk_tokens)
+        return max(base_s, self.stretch * alone_s)
 
 
 _LATE_TURN = 4
@@ -93,7 +97,10 @@ class Deadline:
         asked = sequence.request.ttft_s
         if asked is None:
             asked = self.promise.seconds(
-                sequence.num_prompt_tokens, self._chunk_tokens, self._model()
+                sequence.num_prompt_tokens,
+                self._chunk_tokens,
+                self._model(),
+                encode_s=sequence.encode_s,
             )
         sequence.deadline_s = (sequence.request.arrival_s or now_s) + asked
 
@@ -108,6 +115,8 @@ class Deadline:
             need_s = model.prefill_s(
                 sequence.num_computed_tokens, sequence.num_tokens, self._chunk_tokens
             )
+            if sequence.encode_s:
+                need_s += sequence.encode_left_s
             late_now = not begun and now_s + need_s > sequence.deadline_s
             (late if late_now else in_time).append(sequence)
         in_time.sort(key=_due)

@@ -8,13 +8,15 @@ between calls: tokens that were sampled and images that became ready. All of it 
 else: texts and pixels stay out, but the ids of prompts are in, because the prefix cache compares
 them. A line is an object with the call's name under "do":
 
-    begin    what the maker of the scheduler says of it, for whoever builds it again
-    add      seq, order, request
+    begin    about: of what an equal scheduler is built
+    add      seq, order, request, encode_s
     fork     parent, seq, choice
-    schedule step, chunks [[seq, start, length]], preempted [seq], copies (how many)
+    schedule step, chunks [[seq, start, length]], preempted [seq], copies (how many), vision_s
     commit, look_up_images
     finish, remove   seq
     observe  load, seconds
+    reconfigure  settings
+    calibrated   model, residuals
     clear    tenant (null: all)
 
 and, where there was any, "t": the clock's answers during the call, and "now": {seq: [ready tokens,
@@ -24,38 +26,55 @@ tokens sampled since]} before it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Collection
 from dataclasses import MISSING, asdict, fields
+from itertools import count
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
-from chunked_prefill.budget import Budget
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
 from chunked_prefill.scheduler import Scheduler, StepPlan
 from chunked_prefill.sequence import Sequence
-from chunked_prefill.step_time import StepLoad, StepTimeEstimator
+from chunked_prefill.settings import SchedulingSettings
+from chunked_prefill.step_time import StepLoad, StepTimeModel
 
-FORM = 1
+FORM = 2
 """Version of the lines' form."""
 
-Clock = Callable[[], float]
+_log = logging.getLogger(__name__)
 
 
 class Recording:
-    """A file that is being written; close it, or use it in a `with`."""
+    """A file that is being written; close it, or use it in a `with`. Only its owner can read it:
+    the ids of prompts are their words."""
 
-    def __init__(self, path: Path | str, about: dict[str, Any] | None = None) -> None:
-        """`about`: whatever is needed to build an equal scheduler, as plain values."""
-        self._file: IO[str] = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+    def __init__(self, path: Path | str) -> None:
+        """A file that is there stays: the name gets the first free number. Raises OSError."""
+        self.path, self._file = _new_file(Path(path))
         self.num_lines = 0
-        self.write({"do": "begin", "form": FORM, "about": about or {}})
 
     def write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        """One whole line, at once: a process that is killed leaves what it did. Where the file
+        cannot be written any more (a full disk), that is logged, and nothing is recorded further:
+        who serves is not ended by it."""
+        if self._file.closed:
+            return
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError as error:
+            _log.error("the recording %s ends after %d lines: %s", self.path, self.num_lines, error)
+            self.close()
+            return
         self.num_lines += 1
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            _log.error("the end of the recording %s is not written: %s", self.path, error)
 
     def __enter__(self) -> Recording:
         return self
@@ -64,17 +83,31 @@ class Recording:
         self.close()
 
 
+def _new_file(path: Path) -> tuple[Path, IO[str]]:
+    for number in count(2):
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            path = path.with_name(
+                f"{path.stem.removesuffix(f'.{number - 1}')}.{number}{path.suffix}"
+            )
+            continue
+        return path, os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
+    raise AssertionError("there is no last number")
+
+
 class RecordingScheduler(Scheduler):
     """A scheduler that writes down what it is told and what it decides. Made by `recorded`."""
 
-    _recording: Recording
+    recording: Recording
     _reads: list[float]
     """The clock's answers since the last line."""
     _known: dict[int, tuple[int, int]]
     """(ready tokens, tokens) of each sequence as the file has them."""
 
-    def _begin(self, recording: Recording) -> None:
-        self._recording, self._reads, self._known = recording, [], {}
+    def _begin(self, recording: Recording, about: dict[str, Any]) -> None:
+        self.recording, self._reads, self._known = recording, [], {}
+        self._write({"do": "begin", "form": FORM, "about": about}, {})
         plain = self._clock
 
         def clock() -> float:
@@ -83,15 +116,43 @@ class RecordingScheduler(Scheduler):
             return now_s
 
         self._clock = clock
-        self.budget = _RecordingBudget(self.budget, self)
+        self._watch_budget()
         cache = self.kv.cache
-        clear = cache.clear
+        clear, close = cache.clear, self.kv.close
 
         def cleared(tenant: str | None = None) -> int:
             self._write({"do": "clear", "tenant": tenant}, self._changes())
             return clear(tenant)
 
+        def closed() -> None:
+            recording.close()
+            close()
+
         cache.clear = cleared  # type: ignore[method-assign]
+        self.kv.close = closed  # type: ignore[method-assign]
+
+    def _watch_budget(self) -> None:
+        budget = self.budget
+        observe = budget.observe
+
+        def observed(load: StepLoad, seconds: float) -> None:
+            line = {"do": "observe", "load": asdict(load), "seconds": seconds}
+            self._write(line, self._changes())
+            observe(load, seconds)
+
+        budget.observe = observed  # type: ignore[method-assign]
+
+    def reconfigure(self, settings: SchedulingSettings) -> None:
+        changes = self._changes()
+        super().reconfigure(settings)
+        self._watch_budget()
+        self._write({"do": "reconfigure", "settings": asdict(settings)}, changes)
+
+    def calibrated(self, model: StepTimeModel, residuals: Collection[float]) -> None:
+        changes = self._changes()
+        super().calibrated(model, residuals)
+        line = {"do": "calibrated", "model": asdict(model), "residuals": list(residuals)}
+        self._write(line, changes)
 
     def add(self, sequence: Sequence) -> None:
         changes = self._changes()
@@ -101,6 +162,7 @@ class RecordingScheduler(Scheduler):
             "seq": sequence.seq_id,
             "order": sequence.order,
             "request": request_as_json(sequence.request),
+            "encode_s": sequence.encode_s,
         }
         self._write(line, changes)
 
@@ -147,11 +209,6 @@ class RecordingScheduler(Scheduler):
         super().commit(plan)
         self._write({"do": "commit"}, changes)
 
-    def observed(self, load: StepLoad, seconds: float) -> None:
-        """A step's time is about to be told to the budget."""
-        line = {"do": "observe", "load": asdict(load), "seconds": seconds}
-        self._write(line, self._changes())
-
     def _changes(self) -> dict[str, list[Any]]:
         """What others have changed on sequences since the last line."""
         changes: dict[str, list[Any]] = {}
@@ -171,7 +228,7 @@ class RecordingScheduler(Scheduler):
             self._reads.clear()
         if changes:
             line["now"] = changes
-        self._recording.write(line)
+        self.recording.write(line)
         self._known = {
             s.seq_id: (s.num_ready_tokens, s.num_tokens)
             for group in (self._running, self._waiting)
@@ -179,38 +236,18 @@ class RecordingScheduler(Scheduler):
         }
 
 
-class _RecordingBudget:
-    def __init__(self, budget: Budget, scheduler: RecordingScheduler) -> None:
-        self.max_num_batched_tokens = budget.max_num_batched_tokens
-        self._budget = budget
-        self._scheduler = scheduler
+def recorded(
+    scheduler: Scheduler, path: Path | str, about: dict[str, Any] | None = None
+) -> RecordingScheduler:
+    """Makes the scheduler one that records into a file from now on, and returns it; the file is
+    closed with the scheduler's KV manager. `about`, plain values, is for whoever builds an equal
+    scheduler; None says all that record_replay.py needs.
 
-    @property
-    def estimator(self) -> StepTimeEstimator | None:
-        return self._budget.estimator
-
-    def decodes(self, count: int, prompts_wait: bool, step: int) -> int:
-        return self._budget.decodes(count, prompts_wait, step)
-
-    def chunk(
-        self, load: StepLoad, depth: int, wanted: int, *, share: float = 1.0, least: int = 0
-    ) -> int:
-        return self._budget.chunk(load, depth, wanted, share=share, least=least)
-
-    def observe(self, load: StepLoad, seconds: float) -> None:
-        self._scheduler.observed(load, seconds)
-        self._budget.observe(load, seconds)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._budget, name)
-
-
-def recorded(scheduler: Scheduler, recording: Recording) -> RecordingScheduler:
-    """The scheduler, with its parts, writing to `recording` from now on; use it in place of the one
-    given. Raises ValueError when that one has worked already, since what was before is not in the
-    file, and when it has host or disk tiers: when their copies end is not written.
+    Raises OSError for a file that cannot be made, and ValueError when the scheduler has worked
+    already, since what was before is not in the file, and when it has host or disk tiers: when
+    their copies end is not written.
     """
-    if scheduler.kv.tiers is not None:
+    if scheduler.kv.cold is not None:
         raise ValueError(
             "a scheduler with a host or disk tier of the prefix cache cannot be recorded; serve "
             "without --host-kv-gib to record"
@@ -220,10 +257,31 @@ def recorded(scheduler: Scheduler, recording: Recording) -> RecordingScheduler:
             "a recording has to begin with a scheduler that has done nothing yet; this one is at "
             f"step {scheduler.step}"
         )
-    recording_scheduler = RecordingScheduler.__new__(RecordingScheduler)
-    recording_scheduler.__dict__.update(scheduler.__dict__)
-    recording_scheduler._begin(recording)
-    return recording_scheduler
+    made_of = _made_of(scheduler) if about is None else about
+    # In place: its parts, and whoever was given it, know this one.
+    scheduler.__class__ = RecordingScheduler
+    assert isinstance(scheduler, RecordingScheduler)
+    scheduler._begin(Recording(path), made_of)
+    return scheduler
+
+
+def _made_of(scheduler: Scheduler) -> dict[str, Any]:
+    """Of one that settings.build has built."""
+    estimator = scheduler.budget.estimator
+    if scheduler.settings is None or estimator is None:
+        raise ValueError("what this scheduler was built from is not known; pass `about`")
+    kv = scheduler.kv
+    return {
+        "settings": asdict(scheduler.settings),
+        "kv": {
+            "num_blocks": kv.pool.num_blocks,
+            "block_size": kv.block_size,
+            "prefix_caching": kv.prefix_caching,
+        },
+        "model": asdict(estimator.model),
+        "residuals": estimator.residuals,
+        "vision": asdict(scheduler.vision),
+    }
 
 
 # -- values as JSON -----------------------------------------------------------------------------
@@ -236,6 +294,7 @@ def plan_as_json(plan: StepPlan) -> dict[str, Any]:
         "chunks": [[c.sequence.seq_id, c.start, c.length] for c in plan.chunks],
         "preempted": [s.seq_id for s in plan.preempted],
         "copies": len(plan.copies),
+        "vision_s": plan.vision_s if isfinite(plan.vision_s) else None,
     }
 
 

@@ -1,13 +1,15 @@
 """A recording run again, decision by decision.
 
+Run: python -m chunked_prefill.record_replay FILE
+
 Owns: the reader of recordings (record.py has their form), and `replay`, which tells a fresh
-scheduler what the recorded one was told and compares what it decides. Does not own: how an equal
-scheduler is built - the caller does, from the recording's `about`. Imports no torch.
+scheduler what the recorded one was told and compares what it decides. Does not own: how a scheduler
+is built from settings (settings.py). Imports no torch.
 """
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -17,10 +19,15 @@ from typing import Any
 from chunked_prefill.record import FORM, plan_as_json, request_of_json
 from chunked_prefill.scheduler import Scheduler, StepPlan
 from chunked_prefill.sequence import Sequence
-from chunked_prefill.step_time import StepLoad
-from chunked_prefill.trace import TraceError, TraceRequest
+from chunked_prefill.settings import SchedulingSettings, build
+from chunked_prefill.step_time import StepLoad, StepTimeEstimator, StepTimeModel
+from chunked_prefill.trace import TraceError, TraceRequest, json_object
+from chunked_prefill.vision_share import VisionShare
+from kv_offload.kv_manager import KVManager
 
 Line = dict[str, Any]
+Clock = Callable[[], float]
+Build = Callable[[Clock], Scheduler]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +52,16 @@ class Replayed:
 def read_recording(path: Path | str) -> Iterator[tuple[int, Line]]:
     """(number, line) from the file's first on. Raises TraceError for what is no recording."""
     number = 0
-    with Path(path).open(encoding="utf-8") as file:
-        for number, text in enumerate(file, start=1):
+    with Path(path).open("rb") as file:
+        for number, raw in enumerate(file, start=1):
             try:
-                line = json.loads(text)
-            except json.JSONDecodeError as error:
-                fault = f"it is not JSON: {error.msg} at column {error.colno}"
-                raise TraceError(path, number, fault) from None
-            if not isinstance(line, dict) or "do" not in line:
+                line = json_object(raw.decode())
+            except ValueError as error:
+                if number > 1 and not raw.endswith(b"\n"):
+                    # The process was killed while it wrote its last line.
+                    return
+                raise TraceError(path, number, str(error)) from None
+            if "do" not in line:
                 raise TraceError(path, number, 'it is no object with "do"')
             if number == 1 and (line["do"] != "begin" or line.get("form") != FORM):
                 fault = f"it does not begin a recording of form {FORM}"
@@ -69,15 +78,35 @@ def about(path: Path | str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def replay(
-    path: Path | str,
-    build: Callable[[Callable[[], float]], Scheduler],
-    *,
-    most_differences: int = 1,
-) -> Replayed:
-    """Tells `build(clock)` all that was recorded. Ends after `most_differences`: what follows one
-    says little. Raises TraceError for a line that cannot be followed."""
-    run = _Run(build)
+def rebuilt(about: dict[str, Any], clock: Clock) -> Scheduler:
+    """A scheduler that is equal to the recorded one, from what `recorded` says of that. Raises
+    KeyError, TypeError or ValueError for what is not of this form."""
+    kv = KVManager(**about["kv"])
+    estimator = StepTimeEstimator(StepTimeModel(**about["model"]), about["residuals"])
+    scheduler = build(_settings(about["settings"]), kv, estimator, clock=clock)
+    scheduler.vision = VisionShare(**about["vision"])
+    return scheduler
+
+
+def _settings(row: dict[str, Any]) -> SchedulingSettings:
+    least, most = row["step_share"]
+    return SchedulingSettings(**{**row, "step_share": (least, most)})
+
+
+def replay(path: Path | str, build: Build | None = None, *, most_differences: int = 1) -> Replayed:
+    """Tells `build(clock)`, or what the recording says how to build, all that was recorded. Ends
+    after `most_differences`: what follows one says little. Raises TraceError for a line that cannot
+    be followed."""
+    if build is None:
+        said = about(path)
+        try:
+            rebuilt(said, float)
+        except (KeyError, TypeError, ValueError) as error:
+            fault = f"it does not say of what its scheduler was made: {error!r}"
+            raise TraceError(path, 1, fault) from error
+        run = _Run(lambda clock: rebuilt(said, clock))
+    else:
+        run = _Run(build)
     for number, line in read_recording(path):
         try:
             run.follow(number, line)
@@ -92,7 +121,7 @@ def replay(
 
 
 class _Run:
-    def __init__(self, build: Callable[[Callable[[], float]], Scheduler]) -> None:
+    def __init__(self, build: Build) -> None:
         self._times: list[float] = []
         self._last_s = 0.0
         self._sequences: dict[int, Sequence] = {}
@@ -119,6 +148,7 @@ class _Run:
                 pass
             case "add":
                 sequence = Sequence(request_of_json(line["request"]), line["seq"], line["order"])
+                sequence.encode_s = line["encode_s"]
                 self._sequences[sequence.seq_id] = sequence
                 self.scheduler.add(sequence)
             case "fork":
@@ -139,6 +169,10 @@ class _Run:
                 self.scheduler.remove(self._sequences.pop(line["seq"]))
             case "observe":
                 self.scheduler.budget.observe(StepLoad(**line["load"]), line["seconds"])
+            case "reconfigure":
+                self.scheduler.reconfigure(_settings(line["settings"]))
+            case "calibrated":
+                self.scheduler.calibrated(StepTimeModel(**line["model"]), line["residuals"])
             case "clear":
                 self.scheduler.kv.cache.clear(line["tenant"])
             case other:
@@ -184,3 +218,24 @@ def as_trace(path: Path | str) -> Iterator[TraceRequest]:
 def step_seconds(path: Path | str) -> list[float]:
     """How long the recorded steps took, in order."""
     return [line["seconds"] for _, line in read_recording(path) if line["do"] == "observe"]
+
+
+def main(arguments: list[str]) -> int:
+    """0 when every decision came out again, 1 when one did not, 2 for what cannot be replayed."""
+    if len(arguments) != 1:
+        print("usage: python -m chunked_prefill.record_replay FILE", file=sys.stderr)
+        return 2
+    try:
+        done = replay(arguments[0])
+    except (OSError, TraceError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if done.differences:
+        print(f"after {done.decisions - 1} equal decisions, {done.differences[0]}")
+        return 1
+    print(f"100 % of {done.decisions} decisions came out again")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

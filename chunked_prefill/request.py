@@ -101,6 +101,9 @@ class Request:
     ttft_s: float | None = None
     """Seconds from arrival to the first token that this request was promised; None takes the
     server's promise."""
+    tpot_s: float | None = None
+    """Seconds from one token of the answer to its next that this request was promised; None takes
+    the server's promise."""
     must_meet_ttft: bool = False
     """Refused on arrival if `ttft_s` cannot be met."""
     wants_estimate: bool = False

@@ -18,19 +18,31 @@ waiting one goes on in its place.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from chunked_prefill.budget import Budget
 from chunked_prefill.forecast import Growth, OutputForecast, peak_blocks
+from chunked_prefill.long_prompts import LongPrompts
 from chunked_prefill.policy import Fcfs, Policy
 from chunked_prefill.prefixes import Leaders, Prefixes
 from chunked_prefill.request import Request
 from chunked_prefill.sequence import Sequence
-from chunked_prefill.spending import Spending
+from chunked_prefill.spending import Pass, Spending
+from chunked_prefill.step_time import StepLoad, StepTimeModel
+from chunked_prefill.victims import Victims
+from chunked_prefill.vision_share import VisionShare
 from kv_offload.kv_manager import BlockCopy, BlockStore, KVManager
 from kv_offload.radix_cache import CacheKey
 
+if TYPE_CHECKING:
+    from chunked_prefill.settings import SchedulingSettings
+
+_UNKNOWN_S = 1e-3
+"""What decodes are taken to cost where nobody learns it."""
 _MAX_BYPASSES = 64
 """How often a waiting sequence that lacks KV is passed over by smaller ones before admission
 stops for its sake."""
@@ -62,6 +74,9 @@ class StepPlan:
     chunks: tuple[ScheduledChunk, ...]
     copies: tuple[BlockCopy | BlockStore, ...]
     preempted: tuple[Sequence, ...]
+    vision_s: float = inf
+    """How long the vision stage may work beside this step: 0 to rest, inf until the next step says
+    otherwise (vision_share.py)."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,7 +111,18 @@ class Scheduler:
         self.kv = kv
         self.budget = budget
         self.max_num_seqs = max_num_seqs
+        self._most_seats = max_num_seqs
+        """Seats that may be taken: more than `max_num_seqs` after these were lowered."""
         self.policy = policy or Fcfs()
+        self.vision = VisionShare()
+        """How the vision stage, where there is one, shares the cores."""
+        self.long_prompts = LongPrompts(kv)
+        self.victims = Victims(kv, self._compute_s)
+        self.settings: SchedulingSettings | None = None
+        """What it was built from, or was changed to."""
+        self.cold_chunk: Callable[[int], int] | None = None
+        """Tokens whose compute takes as long as bringing so many cold ones before them to the
+        device; None where each step does not bring them."""
         self._clock = clock
         self._prefixes = Prefixes(kv, cache_key or CacheKey())
         self.forecast = OutputForecast()
@@ -105,6 +131,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self._bypasses: dict[int, int] = {}
+        self._seeing: dict[int, Sequence] = {}
+        """Those with images, by id."""
 
     # -- membership ---------------------------------------------------------------------------
 
@@ -137,6 +165,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self.policy.admit(sequence, self._clock())
+        self.long_prompts.arrived(sequence)
+        if sequence.request.image_spans:
+            self._seeing[sequence.seq_id] = sequence
         self._wait(sequence)
 
     def _wait(self, sequence: Sequence) -> None:
@@ -162,6 +193,7 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         self._bypasses.pop(sequence.seq_id, None)
+        self._seeing.pop(sequence.seq_id, None)
         self.kv.free(sequence.seq_id)
 
     def look_up(self, sequence: Sequence) -> None:
@@ -185,6 +217,32 @@ class Scheduler:
             sequence.found(loaded.tokens)
             self.kv.commit(sequence.seq_id, sequence.cache_ids, loaded.tokens)
 
+    def calibrated(self, model: StepTimeModel, residuals: Collection[float]) -> None:
+        """Steps were measured, and take what `model` says times one of the `residuals`."""
+        if self.budget.estimator is not None:
+            self.budget.estimator.calibrated(model, tuple(residuals))
+
+    def reconfigure(self, settings: SchedulingSettings) -> None:
+        """Puts the settings in force; call it between two steps. What was learnt of step times
+        stays, and nobody is dropped: if more run than there are seats now, they go on, and nobody
+        is admitted until there is a seat. Those without a first token are due as if they had come
+        under these settings. Raises SettingsError, and changes nothing, when a request that is here
+        wants more choices than there would be seats."""
+        settings.check_choices(max((s.request.sampling.n for s in self.in_order()), default=1))
+        estimator = self.budget.estimator
+        if estimator is None:
+            raise AssertionError("this scheduler does not learn how long its steps take")
+        self.settings = settings
+        self.budget = settings.build_budget(estimator)
+        self.policy = settings.build_policy(estimator)
+        self.long_prompts.share = settings.long_prompt_share
+        self.max_num_seqs = settings.max_num_seqs
+        self._most_seats = max(self.max_num_seqs, sum(s.width for s in self._running))
+        now_s = self._clock()
+        for sequence in self.in_order():
+            if not sequence.num_output_tokens:
+                self.policy.admit(sequence, now_s)
+
     # -- one step -----------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
@@ -193,34 +251,109 @@ class Scheduler:
         now_s = self._clock()
         draft = _Draft(self.kv)
         self._make_way(draft)
-        decodes = [s for s in self._running if s.remaining == 1 and s.advanceable == 1]
-        decodes.sort(key=lambda s: (s.last_step, _rank(s)))
-        order = self.policy.order(self._with_prompts(), now_s, self.step)
+        decodes, prompts = self._divided()
+        order = self.policy.order(prompts, now_s, self.step) if prompts else []
         first = self.budget.decodes(len(decodes), any(s.advanceable > 0 for s in order), self.step)
-        spending = Spending(self.budget)
+        self.budget.begin({s.request.tpot_s for s in decodes})
+        spending = Spending(self.budget, self._passes())
+        context = 0
         for sequence in decodes[:first]:
-            spending.decode(sequence.num_computed_tokens)
-            self._place(draft, sequence, 1)
-        self._compute_prompts(draft, order, spending)
+            context += sequence.num_computed_tokens + 1
+            if draft.preempted or not draft.try_add(sequence, 1):
+                self._place(draft, sequence, 1)
+        spending.decodes(first, context)
+        answers = spending.load
+        vision_s = self._share_with_vision(order, answers, now_s)
+        if order:
+            self._compute_prompts(draft, order, spending)
         for sequence in decodes[first:]:
             if draft.num_tokens < self.budget.max_num_batched_tokens:
                 self._place(draft, sequence, 1)
         if not draft.chunks:
             self._unblock(draft)
-        return StepPlan(self.step, tuple(draft.chunks), tuple(draft.copies), tuple(draft.preempted))
+        if not draft.chunks:
+            vision_s = inf
+        elif vision_s <= 0 and not any(_is_rival(chunk) for chunk in draft.chunks):
+            # It rested for prompts that got nothing for want of a seat or of KV.
+            vision_s = self._share_with_vision([], answers, now_s)
+        return StepPlan(
+            self.step,
+            tuple(draft.chunks),
+            tuple(draft.copies),
+            tuple(draft.preempted),
+            vision_s,
+        )
 
     def commit(self, plan: StepPlan) -> None:
         """The step was computed: its KV is valid. Call before tokens are appended."""
+        kv, size, tiers = self.kv, self.kv.block_size, self.kv.cold is not None
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.advance(chunk.length, plan.step)
-            self.kv.commit(sequence.seq_id, sequence.cache_ids, sequence.num_computed_tokens)
+            end = sequence.num_computed_tokens
+            # One token inside a block makes nothing findable.
+            if chunk.length > 1 or end % size == 0 or tiers:
+                kv.commit(sequence.seq_id, sequence.cache_ids, end)
 
-    def _with_prompts(self) -> Iterator[Sequence]:
-        """Running sequences with more than one token to compute, and all that wait: what the cache
-        has of those may be more than what they know of."""
-        yield from (s for s in self._running if s.remaining > 1 and s.advanceable > 0)
-        yield from self._waiting
+    def _divided(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Sequences that decode, and those with a prompt to compute: running ones with more than
+        one token to compute, and all that wait, since what the cache has of those may be more than
+        what they know of."""
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self._running:
+            if sequence.decodes:
+                decodes.append(sequence)
+            elif sequence.remaining > 1 and sequence.advanceable > 0:
+                prompts.append(sequence)
+        # Stable, and those that run stand in the order of their rank.
+        decodes.sort(key=_last_step)
+        prompts += self._waiting
+        return decodes, prompts
+
+    def _share_with_vision(self, order: list[Sequence], answers: StepLoad, now_s: float) -> float:
+        """How long the vision stage may work beside this step, of which `answers` are the decodes;
+        tells the budget what that costs."""
+        awaiting = [s for s in self._seeing.values() if s.awaits_image]
+        if not awaiting:
+            return inf
+        seats = self.max_num_seqs - sum(s.width for s in self._running)
+        waiting = {s.seq_id for s in self._waiting}
+        able = [
+            s
+            for s in order
+            if s.advanceable > 0
+            and not s.awaits_image
+            and (s.seq_id not in waiting or s.width <= seats)
+        ]
+        first = self.policy.order([*awaiting, *able], now_s, self.step)[0].awaits_image
+        estimator = self.budget.estimator
+        answers_s = 0.0
+        if answers.tokens:
+            answers_s = _UNKNOWN_S if estimator is None else estimator.model.predict_s(answers)
+        vision_s = self.vision.grant_s(
+            self.step,
+            first=first,
+            prompts=bool(able),
+            decode_s=answers_s,
+            limit_s=self.budget.limit_s,
+        )
+        if vision_s and self.vision.own_process:
+            self.budget.beside(self.vision.slowdown, 0.0)
+        elif 0 < vision_s < inf:
+            self.budget.beside(1.0, vision_s)
+        return vision_s
+
+    def _passes(self) -> dict[int, Pass]:
+        """Of running prompts whose cold beginnings are brought to the device in each step."""
+        if self.cold_chunk is None:
+            return {}
+        cold = [(s, self.kv.cold_tokens(s.seq_id)) for s in self._running if not s.decodes]
+        return {
+            s.seq_id: Pass(self.cold_chunk(tokens), self.step - s.last_step)
+            for s, tokens in cold
+            if tokens
+        }
 
     def _compute_prompts(self, draft: _Draft, order: list[Sequence], spending: Spending) -> None:
         """Chunks of prompts in the given order: of running ones, and of waiting ones for which
@@ -243,11 +376,19 @@ class Scheduler:
                 spending.spend(sequence.seq_id, start, length)
 
     def _place(self, draft: _Draft, sequence: Sequence, length: int) -> None:
-        """Adds a chunk of a running sequence, taking KV from lower ranks if it must."""
-        while sequence in self._running and not draft.try_add(sequence, length):
+        """Adds a chunk of a running sequence, taking KV from lower ranks if it must, the cheapest
+        to bring back first."""
+        if draft.preempted and sequence not in self._running:
+            return
+        while not draft.try_add(sequence, length):
             draft.out_of_memory = True
-            holders = [s for s in self._running if self.kv.held_blocks(s.seq_id) or s is sequence]
-            self._preempt(max(holders, key=_rank), draft)
+            below = [
+                s for s in self._running if s.rank > sequence.rank and self.kv.held_blocks(s.seq_id)
+            ]
+            victim = self.victims.cheapest(below) if below else sequence
+            self._preempt(victim, draft)
+            if victim is sequence:
+                return
 
     def _preempt(self, victim: Sequence, draft: _Draft) -> None:
         draft.drop(victim)
@@ -260,9 +401,9 @@ class Scheduler:
 
     def _make_way(self, draft: _Draft) -> None:
         """A waiting request takes seat and memory from running ones of a lower priority class."""
-        lowest = max((s.request.priority for s in self._running), default=None)
-        if lowest is None:
+        if not self._running or not self._waiting:
             return
+        lowest = max(s.request.priority for s in self._running)
         above = [s for s in self._waiting if s.request.priority < lowest and s.advanceable > 0]
         for sequence in above:
             below = [s for s in self._running if s.request.priority > sequence.request.priority]
@@ -282,12 +423,12 @@ class Scheduler:
             self._compute_prompts(draft, list(self._waiting), Spending(self.budget))
 
     def _clear(self, draft: _Draft, sequence: Sequence, below: list[Sequence]) -> None:
-        """Preempts of `below`, from the last rank up, until `sequence` has seat and memory; nobody
-        if it would lack them even then."""
+        """Preempts of `below`, the cheapest to bring back first, until `sequence` has seat and
+        memory; nobody if it would lack them even then."""
         if not self._fits(sequence, without=below):
             return
         while below and not self._fits(sequence):
-            victim = max(below, key=_rank)
+            victim = self.victims.cheapest(below)
             below.remove(victim)
             self._preempt(victim, draft)
 
@@ -301,6 +442,8 @@ class Scheduler:
             return False
         if not stay:
             return True
+        if self.long_prompts.crowds_out(sequence, stay):
+            return False
         now = sum(self.kv.lacking_blocks(s.seq_id, s.num_tokens + 1, s.max_tokens) for s in stay)
         peak = peak_blocks([self._growth(s) for s in (*stay, sequence)], self.kv.block_size)
         own = self.kv.lacking_blocks(sequence.seq_id, sequence.num_tokens + 1, sequence.max_tokens)
@@ -312,6 +455,14 @@ class Scheduler:
             reach_tokens=sequence.max_tokens,
             choices=sequence.width,
         )
+
+    def _compute_s(self, start: int, end: int) -> float:
+        """What computing tokens [start, end) of a prompt takes alone; tokens where nobody learns
+        how long they take."""
+        estimator = self.budget.estimator
+        if estimator is None:
+            return float(end - start)
+        return estimator.model.prefill_s(start, end, self.budget.max_num_batched_tokens)
 
     def _growth(self, sequence: Sequence) -> Growth:
         left = sequence.max_tokens - sequence.num_tokens
@@ -342,6 +493,8 @@ class Scheduler:
             return True
         if not self._has_seat(sequence):
             return False
+        if self.long_prompts.crowds_out(sequence, self._running):
+            return True
         loads, start = self.kv.wants_load(sequence.seq_id), sequence.num_computed_tokens
         # What has to be brought to the device first is computed in a later step.
         most = spending.most(sequence.seq_id, start, sequence.advanceable)
@@ -366,7 +519,7 @@ class Scheduler:
         self.kv.check_invariants()
         if set(self._running) & set(self._waiting):
             raise AssertionError("a sequence both runs and waits")
-        if sum(s.width for s in self._running) > self.max_num_seqs:
+        if sum(s.width for s in self._running) > self._most_seats:
             raise AssertionError("more sequences run than max_num_seqs")
         for sequence in self._waiting:
             if self.kv.held_blocks(sequence.seq_id):
@@ -408,19 +561,20 @@ class _Draft:
                 choices=sequence.width,
             )
         start = sequence.num_computed_tokens
-        copies = self.kv.reserve(
-            sequence.seq_id,
-            start,
-            start + length,
-            reach_tokens=sequence.max_tokens,
-            known_tokens=sequence.num_tokens,
-            choices=sequence.width,
-        )
-        if copies is None:
-            return False
+        if not self.kv.has_place(sequence.seq_id, start, start + length):
+            copies = self.kv.reserve(
+                sequence.seq_id,
+                start,
+                start + length,
+                reach_tokens=sequence.max_tokens,
+                known_tokens=sequence.num_tokens,
+                choices=sequence.width,
+            )
+            if copies is None:
+                return False
+            self.copies.extend(copies)
+            self._copies_of[sequence.seq_id] = copies
         self.chunks.append(ScheduledChunk(sequence, start, length))
-        self.copies.extend(copies)
-        self._copies_of[sequence.seq_id] = copies
         return True
 
     def drop(self, sequence: Sequence) -> None:
@@ -429,5 +583,11 @@ class _Draft:
             self.copies.remove(copy)
 
 
-def _rank(sequence: Sequence) -> tuple[int, int, int]:
-    return sequence.rank
+def _is_rival(chunk: ScheduledChunk) -> bool:
+    """Whether the chunk is of a prompt that has no image to wait for."""
+    sequence = chunk.sequence
+    return not sequence.awaits_image and sequence.remaining > 1
+
+
+_rank = attrgetter("rank")
+_last_step = attrgetter("last_step")

@@ -22,13 +22,17 @@ class Sequence:
         "cache_ids",
         "choice",
         "deadline_s",
+        "encode_s",
         "last_step",
         "loading",
+        "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
+        "num_prompt_tokens",
         "num_ready_tokens",
         "order",
+        "rank",
         "request",
         "seq_id",
         "token_ids",
@@ -43,6 +47,11 @@ class Sequence:
         """Unique in the engine's life; the owner id of the KV manager."""
         self.choice = choice
         """Which of the request's `n` samples this is."""
+        self.rank = (request.priority, order, choice)
+        """Smaller is served first: priority, then arrival, then choice."""
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.max_tokens = self.num_prompt_tokens + request.sampling.max_tokens
+        """The longest this sequence can become."""
         self.token_ids: list[int] = list(request.token_ids)
         self.cache_ids = _cache_ids(request, self.token_ids)
         """`token_ids` with image tokens told apart by what they show: equal beginnings of two
@@ -58,6 +67,9 @@ class Sequence:
         """Seats among the running sequences: those that it will fork into count from the start."""
         self.deadline_s = float("inf")
         """When its first token is due, on the scheduler's clock (policy.py)."""
+        self.encode_s = 0.0
+        """Seconds of the vision stage for its images that were not there on arrival, alone; set
+        before it is added to a scheduler."""
         self.last_step = -1
         """Number of the last step in which this sequence advanced."""
 
@@ -74,42 +86,53 @@ class Sequence:
         return child
 
     @property
-    def rank(self) -> tuple[int, int, int]:
-        """Smaller is served first: priority, then arrival, then choice."""
-        return (self.request.priority, self.order, self.choice)
-
-    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return self.request.num_prompt_tokens
-
-    @property
     def num_output_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def remaining(self) -> int:
         """Tokens without KV; 1 for a sequence that decodes."""
-        return self.num_tokens - self.num_computed_tokens
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Whether one token is left to compute, and may be now. Asked of every running sequence in
+        every step."""
+        known = len(self.token_ids)
+        return (
+            self.num_computed_tokens == known - 1
+            and self.num_ready_tokens >= known
+            and not self.loading
+        )
 
     @property
     def advanceable(self) -> int:
         """Tokens that may be computed now."""
         if self.loading:
             return 0
-        return min(self.num_ready_tokens, self.num_tokens) - self.num_computed_tokens
+        return min(self.num_ready_tokens, len(self.token_ids)) - self.num_computed_tokens
 
     @property
-    def max_tokens(self) -> int:
-        """The longest this sequence can become."""
-        return self.num_prompt_tokens + self.request.sampling.max_tokens
+    def awaits_image(self) -> bool:
+        return self.num_ready_tokens < len(self.token_ids)
+
+    @property
+    def encode_left_s(self) -> float:
+        """Of `encode_s`, what is left: images take it in proportion to their tokens."""
+        ready = self.num_ready_tokens
+        if not self.encode_s or ready >= len(self.token_ids):
+            return 0.0
+        spans = self.request.image_spans
+        left = sum(span.length for span in spans if span.end > ready)
+        return self.encode_s * left / sum(span.length for span in spans)
 
     def append(self, token_id: int) -> None:
         """A sampled token; it needs no image, so it is ready if all before it is."""
-        if self.num_ready_tokens == self.num_tokens:
+        if self.num_ready_tokens == len(self.token_ids):
             self.num_ready_tokens += 1
         self.token_ids.append(token_id)
         if self.cache_ids is not self.token_ids:
@@ -126,9 +149,10 @@ class Sequence:
 
     def advance(self, length: int, step: int) -> None:
         """Commit: the KV of the next `length` tokens is valid."""
-        if not 0 < length <= self.advanceable:
+        end = self.num_computed_tokens + length
+        if length < 1 or end > min(self.num_ready_tokens, len(self.token_ids)) or self.loading:
             raise AssertionError(f"advance by {length}, {self.advanceable} possible")
-        self.num_computed_tokens += length
+        self.num_computed_tokens = end
         self.last_step = step
 
     def rewind(self) -> None:

@@ -15,19 +15,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, nextafter
 
 from chunked_prefill.goodput import Promise, RequestTimes
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
 from chunked_prefill.scheduler import Scheduler, StepPlan
 from chunked_prefill.sequence import Sequence
+from chunked_prefill.simulator_decodes import TOKEN, decode_on, only_decodes
 from chunked_prefill.simulator_executor import Executor
 from chunked_prefill.simulator_vision import ImageCost, ImageModel, VisionStage
 from chunked_prefill.step_time import StepLoad
 from chunked_prefill.trace import TraceRequest
+from chunked_prefill.vision_share import VisionShare
 
-_TOKEN = -1
-"""What is sampled; no prompt has it, so no later prompt finds an answer's KV."""
+_FEWEST_STEPS = 2
+"""Fewer decode steps are taken one by one."""
 
 
 class VirtualClock:
@@ -127,9 +129,10 @@ class _Live:
 class Simulator:
     """One language stage. `scheduler` was made with `clock`, whose start is the trace's second 0.
 
-    `images` and `vision` are needed for traces with images. `alone_s` gives each request the
-    seconds that so many prompt tokens take on an idle server. `on_step` sees each plan that has
-    chunks, before it is executed.
+    `images` is needed for traces with images. The scheduler is told how `vision` shares the
+    machine, and that works when the scheduler says so. `alone_s` gives each request the seconds
+    that so many prompt tokens take on an idle server. `on_step` sees each plan that has chunks,
+    before it is executed.
     """
 
     def __init__(
@@ -149,6 +152,7 @@ class Simulator:
         self.executor = executor
         self.images = images
         self.vision = vision or VisionStage()
+        scheduler.vision = VisionShare(self.vision.own_process, self.vision.slowdown)
         self.delays = delays or Delays()
         self.alone_s = alone_s
         self.on_step = on_step
@@ -174,8 +178,8 @@ class Simulator:
                     break
                 clock.now_s = max(clock.now_s, following.arrival_s + ingress_s)
                 continue
-            if not self._step():
-                arrival_s = inf if following is None else following.arrival_s + ingress_s
+            arrival_s = inf if following is None else following.arrival_s + ingress_s
+            if not self._decode_on(min(arrival_s, nextafter(until_s, inf))) and not self._step():
                 self._idle(arrival_s)
         for live in list(self._live.values()):
             self.scheduler.remove(live.sequence)
@@ -204,8 +208,10 @@ class Simulator:
             isolated_s = self.alone_s(request.num_prompt_tokens)
             isolated_s += sum(cost.encode_s for cost in costs)
         keys = tuple(span.key for span in request.image_spans)
+        sequence = Sequence(request, number, number)
+        sequence.encode_s = sum(cost.encode_s for cost in costs)
         live = _Live(
-            Sequence(request, number, number),
+            sequence,
             trace,
             keys,
             isolated_s,
@@ -255,7 +261,36 @@ class Simulator:
         answer = Answer(times, queue_s, live.image_s, sequence.num_preemptions)
         self._outcome.answers.append(answer)
 
-    # -- one step -----------------------------------------------------------------------------
+    # -- steps --------------------------------------------------------------------------------
+
+    def _decode_on(self, until_s: float) -> bool:
+        """Takes steps in which nothing can happen but decodes, before one in which an answer ends;
+        whether there were any. Who wants to see every plan gets every plan."""
+        if self._new or self._with_images or self.on_step or type(self.scheduler) is not Scheduler:
+            return False
+        steps = min(live.left_tokens for live in self._live.values()) - 1
+        if steps < _FEWEST_STEPS or not only_decodes(self.scheduler):
+            return False
+        run = decode_on(
+            self.scheduler,
+            self.executor,
+            self.clock.now_s,
+            most_steps=steps,
+            until_s=until_s,
+            between_s=self.delays.between_steps_s,
+        )
+        taken, outcome = len(run.ends_s), self._outcome
+        self.clock.now_s = run.now_s
+        outcome.steps += taken
+        outcome.step_s += run.step_s
+        outcome.kv_peak_blocks = max(outcome.kv_peak_blocks, run.peak_blocks)
+        outcome.computed_tokens += taken * len(self._live)
+        outcome.output_tokens += taken * len(self._live)
+        delivered = array("d", (end_s + self.delays.egress_s for end_s in run.ends_s))
+        for live in self._live.values():
+            live.delivered_s += delivered
+            live.left_tokens -= taken
+        return taken > 0
 
     def _step(self) -> bool:
         """False when nothing could be computed."""
@@ -269,9 +304,10 @@ class Simulator:
         if self.on_step is not None:
             self.on_step(plan, start_s)
         load = StepLoad.of([(c.start, c.length) for c in plan.chunks])
-        seconds = self.executor.execute(plan, load, start_s)
-        if self.vision.busy and self.vision.own_process:
-            seconds = self.vision.beside(seconds)
+        seconds = self.executor.execute(load, start_s)
+        vision = self.vision if plan.vision_s > 0 and self.vision.busy else None
+        if vision is not None and vision.own_process:
+            seconds = vision.beside(seconds)
         clock.now_s = start_s + seconds
         kv = scheduler.kv
         outcome.kv_peak_blocks = max(outcome.kv_peak_blocks, kv.pool.num_used - kv.cache.num_idle)
@@ -283,6 +319,8 @@ class Simulator:
             self._count_starts(plan, start_s)
         self._take_tokens(plan)
         scheduler.budget.observe(load, seconds)
+        if vision is not None and not vision.own_process:
+            clock.now_s += vision.alone(plan.vision_s)
         clock.now_s += self.delays.between_steps_s
         return True
 
@@ -305,7 +343,7 @@ class Simulator:
             if chunk.start + length == len(sequence.token_ids):
                 sampled += 1
                 live = self._live[sequence.seq_id]
-                sequence.append(_TOKEN)
+                sequence.append(TOKEN)
                 live.delivered_s.append(delivered_s)
                 live.left_tokens -= 1
                 if live.left_tokens == 0:
@@ -320,9 +358,6 @@ class Simulator:
         self.scheduler.look_up_images()
         line = [s for s in self.scheduler.in_order() if s.seq_id in self._with_images]
         self.vision.pump(line)
-        if self.vision.busy and not self.vision.own_process:
-            self.clock.now_s += self.vision.alone(self.vision.quantum_s)
-            self.vision.pump(line)
 
     def _idle(self, arrival_s: float) -> None:
         """Nothing can be computed until an image is ready or a request arrives."""
@@ -355,7 +390,7 @@ def as_request(trace: TraceRequest, number: int, costs: Iterable[ImageCost] = ()
         spans.append(ImageSpan(offset, cost.tokens, f"{number}.{place}".encode()))
         offset += cost.tokens
     if spans:
-        text = (*text[:first], *([_TOKEN] * (offset - first)), *text[first:])
+        text = (*text[:first], *([TOKEN] * (offset - first)), *text[first:])
     return Request(
         str(number),
         text,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Protocol
 
-from chunked_prefill.scheduler import StepPlan
 from chunked_prefill.step_time import StepLoad
 
 Predict = Callable[[StepLoad], float]
@@ -20,7 +19,7 @@ Predict = Callable[[StepLoad], float]
 
 
 class Executor(Protocol):
-    def execute(self, plan: StepPlan, load: StepLoad, now_s: float) -> float:
+    def execute(self, load: StepLoad, now_s: float) -> float:
         """Seconds from the step's start, at `now_s`, to its tokens."""
         ...
 
@@ -50,7 +49,7 @@ class ModelExecutor:
         self._constant = 1.0 if callable(factor) else factor
         self._draws = Random(f"{seed} residuals")
 
-    def execute(self, plan: StepPlan, load: StepLoad, now_s: float) -> float:
+    def execute(self, load: StepLoad, now_s: float) -> float:
         seconds = self._predict(load) * self._constant
         if self._factor is not None:
             seconds *= self._factor(now_s)
@@ -68,11 +67,13 @@ class GivenExecutor:
 
     def __init__(self, seconds: Iterable[float]) -> None:
         self._seconds = iter(seconds)
+        self._count = 0
 
-    def execute(self, plan: StepPlan, load: StepLoad, now_s: float) -> float:
+    def execute(self, load: StepLoad, now_s: float) -> float:
         given = next(self._seconds, None)
         if given is None:
-            raise ValueError(f"no time was given for step {plan.step}")
+            raise ValueError(f"{self._count} steps were given a time, and there are more")
+        self._count += 1
         return given
 
 

@@ -4,8 +4,9 @@ Owns: ImageCost (what a model makes of an image's size), and VisionStage, which 
 the order of need and keeps each sequence's readiness. Does not own: the sequences' other counters,
 or the language stage's clock (simulator.py). Imports no torch.
 
-Two stages work at the same time and may slow each other down; one stage works between steps. Rows
-stay until their request ends: the arena's size is not simulated.
+A stage of its own process works beside steps, and both may slow each other down; in the
+scheduler's process it works between them. When, and in between for how long, the scheduler says.
+Rows stay until their request ends: the arena's size is not simulated.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from chunked_prefill.encode_time import EncodeTimeModel
 from chunked_prefill.sequence import Sequence as Progress
 
 
@@ -35,16 +37,13 @@ class GridImages:
     """An ImageModel for families that cut an image of any size into square patches.
 
     An image keeps its proportions and takes between `fewest` and `most` tokens of `pixels` squared
-    each, as Qwen2-VL's do; encoding takes `token_s` for each and `pair_s` for each pair of them,
-    after `image_s` for the image's bytes.
+    each, as Qwen2-VL's do; a token is merged from four patches of one tile.
     """
 
+    encode: EncodeTimeModel
     pixels: int = 28
     fewest: int = 4
     most: int = 16_384
-    image_s: float = 0.0
-    token_s: float = 0.0
-    pair_s: float = 0.0
 
     def __call__(self, sizes: Sequence[tuple[int, int]]) -> list[ImageCost]:
         return [self._cost(width, height) for width, height in sizes]
@@ -54,8 +53,7 @@ class GridImages:
         area = columns * rows
         shrink = (min(max(area, self.fewest), self.most) / area) ** 0.5
         tokens = max(1, round(columns * shrink)) * max(1, round(rows * shrink))
-        seconds = self.image_s + self.token_s * tokens + self.pair_s * tokens * tokens
-        return ImageCost(tokens, seconds)
+        return ImageCost(tokens, self.encode.seconds([4 * tokens]))
 
 
 @dataclass(slots=True)
@@ -65,19 +63,12 @@ class _Job:
 
 
 class VisionStage:
-    """`own_process`: works while steps run, else between them, `quantum_s` at a time. `slowdown`:
-    factor on both stages' times while both work (cores or bandwidth that they share)."""
+    """`own_process`: works while steps run, else between them. `slowdown`: factor on both stages'
+    times while both work (cores or bandwidth that they share), at least 1."""
 
-    def __init__(
-        self, *, own_process: bool = True, slowdown: float = 1.0, quantum_s: float = inf
-    ) -> None:
-        if slowdown < 1 or quantum_s <= 0:
-            raise ValueError(
-                f"slowdown is {slowdown} (at least 1), quantum_s {quantum_s} (above 0)"
-            )
+    def __init__(self, *, own_process: bool = True, slowdown: float = 1.0) -> None:
         self.own_process = own_process
         self.slowdown = slowdown
-        self.quantum_s = quantum_s
         self.busy_s = 0.0
         """Seconds of encoding that were done."""
         self._costs: dict[bytes, float] = {}

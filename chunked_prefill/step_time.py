@@ -1,37 +1,58 @@
 """How long a step takes, learnt from the steps that were run.
 
 Owns: StepLoad (what of a step its time depends on), StepTimeModel (a formula with non-negative
-weights), and StepTimeEstimator (the weights, from a coarse prior to what this engine measured).
-Does not own: clocks (the caller measures), or what is done with a prediction (budget.py).
-Imports no torch.
+weights), its fit, and StepTimeEstimator (the weights in force, from a prior to what this engine
+measures). Does not own: clocks (the caller measures), what is done with a prediction (budget.py),
+or how long images take (encode_time.py). Imports no torch.
 
-    t = t0 + t1 n_seq + a T + b Σ_decode ctx + c Σ_chunk l (h + l/2)
+    t = t0 + t1 n_seq + a₀ min(T, K) + a (T - K)⁺ + b Σ_decode ctx + c Σ_chunk l (h + l/2)
+        + γ Σ_chunk h
 
 T tokens in all, h a chunk's context before it, l its length: a constant, a price per sequence, the
 linears, and attention, whose work for a decode grows with its context and for a chunk with the
-pairs of rows and keys.
+pairs of rows and keys; a chunk also reads its context once, however short it is. Few rows leave
+kernels of the linears waiting for memory (a₀ < a beside a large t0: max(W/BW, a T)) or half empty
+(a₀ > a), hence the knee K.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import exp, log, sqrt
 
 import numpy as np
 
+from chunked_prefill.least_squares import non_negative_least_squares
+
 _WINDOW = 48
 """Observations kept of each kind of step; the machine of a minute ago may be another one."""
-_REFIT_EVERY = 8
-_PRIOR_WEIGHT = 0.3
-"""Of the prior's rows against one observation: enough to decide what nothing was seen of."""
+_REFIT_EVERY, _SETTLED, _REFIT_RARELY = 8, 64, 64
+"""Steps between two fits: at first, and from when on how many."""
+_FAINT_WEIGHT, _PRIOR_WEIGHT, _CALIBRATED_WEIGHT = 0.1, 0.3, 1.5
+"""Of the prior's rows against one observation: a coarse one decides what nothing was seen of, and
+less than that in a calibration, which sees all; a measured one also decides what was seen at one
+corner only."""
 _GUARD_QUANTILE = 0.9
 _GUARD_WINDOW = 64
+_NEW = 1 / 16
+"""Weight of the last step in the bias."""
+_BIAS_STEPS = 32
+"""Steps that the bias is worked out from anew after a fit."""
+_BIASED = 0.03
+"""A bias as large as this is worth a fit."""
 _SHORTEST_S = 1e-6
 """No step is shorter; weights that were fitted to hardly anything may say so."""
 _OUTLIER = 4.0
 """Steps this many times over or under the prediction say nothing about the next (a stopped
 process, a page fault storm) and would bend every weight."""
+_KNEES = (0, 4, 8, 16, 32, 64, 128)
+_EITHER_SIDE = 0.15
+"""Of the steps, that a knee needs below and well above it."""
+_KNEE_GAIN = 0.97
+"""Of the error without a knee, that one has to get below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +65,13 @@ class StepLoad:
     """Tokens of context over all sequences that advance by one token."""
     chunk_pairs: float
     """Σ l (h + l/2) over longer chunks."""
+    chunk_context: int = 0
+    """Σ h over longer chunks."""
 
     @classmethod
     def of(cls, chunks: Iterable[tuple[int, int]]) -> StepLoad:
         """`chunks` are (start, length): `length` tokens after a context of `start`."""
-        tokens = sequences = decode_context = 0
+        tokens = sequences = decode_context = chunk_context = 0
         pairs = 0.0
         for start, length in chunks:
             tokens += length
@@ -57,7 +80,8 @@ class StepLoad:
                 decode_context += start + 1
             else:
                 pairs += length * (start + length / 2)
-        return cls(tokens, sequences, decode_context, pairs)
+                chunk_context += start
+        return cls(tokens, sequences, decode_context, pairs, chunk_context)
 
     @property
     def kind(self) -> str:
@@ -73,19 +97,28 @@ class StepTimeModel:
     constant_s: float
     sequence_s: float
     token_s: float
+    """Per token past the knee."""
     decode_context_s: float
     pair_s: float
+    chunk_context_s: float = 0.0
+    few_token_s: float = 0.0
+    """Per token up to the knee."""
+    knee_tokens: int = 0
 
     def predict_s(self, load: StepLoad) -> float:
         # Written out: a search over plans asks this a hundred thousand times.
-        return max(
-            _SHORTEST_S,
+        tokens, knee = load.tokens, self.knee_tokens
+        few = tokens if tokens < knee else knee
+        seconds = (
             self.constant_s
             + self.sequence_s * load.sequences
-            + self.token_s * load.tokens
+            + self.few_token_s * few
+            + self.token_s * (tokens - few)
             + self.decode_context_s * load.decode_context
-            + self.pair_s * load.chunk_pairs,
+            + self.pair_s * load.chunk_pairs
+            + self.chunk_context_s * load.chunk_context
         )
+        return seconds if seconds > _SHORTEST_S else _SHORTEST_S
 
     def prefill_s(self, start: int, end: int, chunk_tokens: int) -> float:
         """Tokens [start, end) of one sequence computed alone, in chunks of `chunk_tokens`."""
@@ -93,125 +126,295 @@ class StepTimeModel:
         steps = -(-tokens // chunk_tokens)
         # The pairs of all chunks add up to those of one.
         pairs = tokens * (start + tokens / 2)
-        fixed = steps * (self.constant_s + self.sequence_s)
-        return fixed + tokens * self.token_s + pairs * self.pair_s
+        read = steps * start + chunk_tokens * steps * (steps - 1) // 2
+        full, last = tokens // chunk_tokens, tokens % chunk_tokens
+        few = full * min(chunk_tokens, self.knee_tokens) + min(last, self.knee_tokens)
+        return (
+            steps * (self.constant_s + self.sequence_s)
+            + few * self.few_token_s
+            + (tokens - few) * self.token_s
+            + pairs * self.pair_s
+            + read * self.chunk_context_s
+        )
 
     def longest_chunk(self, depth: int, load: StepLoad, limit_s: float) -> int:
         """Most tokens of a further chunk at `depth` with which a step of `load` stays within
         `limit_s`; 0 if none does."""
-        room = limit_s - self.predict_s(load) - self.sequence_s
+        room = limit_s - self.predict_s(load) - self.sequence_s - self.chunk_context_s * depth
         if room <= 0:
             return 0
-        # pair_s l²/2 + (token_s + pair_s depth) l = room, solved without cancellation.
-        slope = self.token_s + self.pair_s * depth
+        few = self.knee_tokens - load.tokens
+        if few <= 0:
+            return self._longest(depth, room, self.token_s)
+        at_knee = few * (self.few_token_s + self.pair_s * (depth + few / 2))
+        if room < at_knee:
+            return min(few, self._longest(depth, room, self.few_token_s))
+        # As if every token had the price of those past the knee.
+        return self._longest(depth, room + few * (self.token_s - self.few_token_s), self.token_s)
+
+    def _longest(self, depth: int, room_s: float, token_s: float) -> int:
+        # pair_s l²/2 + (token_s + pair_s depth) l = room_s, solved without cancellation.
+        slope = token_s + self.pair_s * depth
         if slope <= 0 and self.pair_s <= 0:
             return 1 << 30
-        root = float(np.sqrt(slope * slope + 2 * self.pair_s * room))
-        return int(2 * room / (slope + root))
+        return int(2 * room_s / (slope + sqrt(slope * slope + 2 * self.pair_s * room_s)))
+
+    def scaled(self, factor: float) -> StepTimeModel:
+        """Every step takes `factor` times as long."""
+        return StepTimeModel(
+            factor * self.constant_s,
+            factor * self.sequence_s,
+            factor * self.token_s,
+            factor * self.decode_context_s,
+            factor * self.pair_s,
+            factor * self.chunk_context_s,
+            factor * self.few_token_s,
+            self.knee_tokens,
+        )
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """In the order of `feature_row`."""
+        return (
+            self.constant_s,
+            self.sequence_s,
+            self.few_token_s,
+            self.token_s,
+            self.decode_context_s,
+            self.pair_s,
+            self.chunk_context_s,
+        )
+
+    @classmethod
+    def of_weights(cls, weights: Sequence[float], knee_tokens: int) -> StepTimeModel:
+        constant, sequence, few, token, context, pair, read = weights
+        return cls(constant, sequence, token, context, pair, read, few, knee_tokens)
 
 
-def _feature_row(load: StepLoad) -> tuple[float, ...]:
-    return (1.0, load.sequences, load.tokens, load.decode_context, load.chunk_pairs)
-
-
-def _features(loads: Sequence[StepLoad]) -> np.ndarray:
-    return np.array([_feature_row(load) for load in loads], dtype=np.float64)
-
-
-def _weights(model: StepTimeModel) -> tuple[float, ...]:
-    """In the order of the features."""
+def feature_row(load: StepLoad, knee_tokens: int) -> tuple[float, ...]:
+    few = min(load.tokens, knee_tokens)
     return (
-        model.constant_s,
-        model.sequence_s,
-        model.token_s,
-        model.decode_context_s,
-        model.pair_s,
+        1.0,
+        load.sequences,
+        few,
+        load.tokens - few,
+        load.decode_context,
+        load.chunk_pairs,
+        load.chunk_context,
     )
 
 
-class StepTimeEstimator:
-    """The model in force, and the observations it comes from."""
+def _features(loads: Sequence[StepLoad], knee_tokens: int) -> np.ndarray:
+    """[n, 7]."""
+    return np.array([feature_row(load, knee_tokens) for load in loads], dtype=np.float64)
 
-    def __init__(self, prior: StepTimeModel) -> None:
+
+def fit(loads: Sequence[StepLoad], seconds: Sequence[float], prior: StepTimeModel) -> StepTimeModel:
+    """The model nearest to what was measured, by relative error: non-negative least squares for
+    every knee that has steps on both sides. `prior` decides, at the pace of what was measured,
+    what no step says."""
+    took = np.asarray(seconds)
+    pace = float(np.median([s / prior.predict_s(x) for x, s in zip(loads, seconds, strict=True)]))
+    priced = np.array([pace * prior.predict_s(load) for load in _TYPICAL])
+    best: StepTimeModel | None = None
+    least = np.inf
+    for knee in _KNEES:
+        past = sum(load.tokens > 2 * knee for load in loads)
+        if knee and min(past, len(loads) - past) < _EITHER_SIDE * len(loads):
+            continue
+        rows = _features(loads, knee) / took[:, None]
+        known = _features(_TYPICAL, knee) / priced[:, None]
+        model, error = _robust(rows, known, knee)
+        if error < least * (_KNEE_GAIN if best is not None else 1.0):
+            best, least = model, error
+    assert best is not None, "a model without a knee can always be fitted"
+    return best
+
+
+def _robust(rows: np.ndarray, known: np.ndarray, knee: int) -> tuple[StepTimeModel, float]:
+    """Of `rows` that should make 1, as those of the prior should; and its mean error."""
+    weight, faint = np.ones(len(rows)), np.full(len(known), _FAINT_WEIGHT)
+    for _ in range(4):
+        weights = non_negative_least_squares(
+            np.concatenate((rows * weight[:, None], known * faint[:, None])),
+            np.concatenate((weight, faint)),
+        )
+        missed = np.abs(rows @ np.array(weights) - 1)
+        # Huber's weights: squares near the middle, distances far out.
+        usual = max(1.5 * float(np.median(missed)), 1e-6)
+        weight = np.sqrt(np.minimum(1.0, usual / np.maximum(missed, 1e-12)))
+    return StepTimeModel.of_weights(weights, knee), float(np.mean(missed))
+
+
+class StepTimeEstimator:
+    """The model in force, and the observations it comes from.
+
+    Every observation moves a bias, an exponential average of measured over predicted, which the
+    model in force has in it; a fit of all weights follows now and then.
+    """
+
+    def __init__(self, prior: StepTimeModel, residuals: Sequence[float] = ()) -> None:
+        """`residuals`: measured over predicted, where `prior` was measured: then it also knows its
+        proportions."""
         self.model = prior
         self.num_observed = 0
+        self.predicted_s = self.measured_s = 0.0
+        """Sums over all observations, each predicted before it was made."""
+        self.ratios = RatioCounts()
+        self._start(prior, residuals)
+
+    def _start(self, prior: StepTimeModel, residuals: Sequence[float]) -> None:
         self._surprises = 0
         """Outliers in a row."""
         self._prior = prior
+        self.residuals = tuple(residuals)
+        """Of the calibration; empty without one."""
+        self._trusted = bool(residuals)
         self._seen: dict[str, _Window] = {}
-        self._typical = _features(_TYPICAL)
-        self._priced = self._typical @ np.array(_weights(prior))
+        self._typical = _features(_TYPICAL, prior.knee_tokens)
+        self._priced = self._typical @ np.array(prior.weights)
         """What the prior says of the typical loads."""
-        self._ratios: deque[float] = deque(maxlen=_GUARD_WINDOW)
+        self._ratios: deque[float] = deque(residuals, maxlen=_GUARD_WINDOW)
+        """Of the last steps, at first of the calibration."""
         self._guard: float | None = None
         """Known until the next step is observed."""
+        self._fitted = prior
+        self._log_bias = 0.0
+        self._last: deque[tuple[StepLoad, float]] = deque(maxlen=_BIAS_STEPS)
+        self._since_fit, self._wait = 0, _REFIT_EVERY
+        """Steps since the last fit, and how many there are at least before a bias asks for one: a
+        machine that no weights describe would be fitted for ever."""
 
     @property
     def guard(self) -> float:
         """Factor on predictions under which nine steps in ten stay; at least 1."""
         if self._guard is None:
-            enough = len(self._ratios) >= _REFIT_EVERY
-            high = float(np.quantile(self._ratios, _GUARD_QUANTILE)) if enough else 1.0
+            ordered = sorted(self._ratios)
+            enough = len(ordered) >= _REFIT_EVERY
+            high = ordered[int(_GUARD_QUANTILE * (len(ordered) - 1))] if enough else 1.0
             self._guard = max(1.0, high)
         return self._guard
+
+    @property
+    def bias(self) -> float:
+        """Measured over what the last fit predicts, over the last steps; in `model` already."""
+        return exp(self._log_bias)
+
+    def calibrated(self, model: StepTimeModel, residuals: Sequence[float]) -> None:
+        """`model` was measured on this machine just now: what was learnt before is forgotten."""
+        self.model = model
+        self.num_observed = 0
+        self._start(model, residuals)
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """A step of `load` took `seconds` > 0."""
         self._guard = None
         seconds = max(seconds, _SHORTEST_S)
-        ratio = seconds / self.model.predict_s(load)
-        if self.num_observed >= 2 * _REFIT_EVERY:
-            if not 1 / _OUTLIER < ratio < _OUTLIER:
-                self._surprises += 1
-                if self._surprises < _REFIT_EVERY:
-                    return
-                # Not a hiccup: the machine has changed, and what it was says nothing any more.
-                self._seen.clear()
-                self._ratios.clear()
-                self.num_observed = 0
-            else:
-                self._ratios.append(ratio)
+        predicted_s = self.model.predict_s(load)
+        ratio = seconds / predicted_s
+        self.predicted_s += predicted_s
+        self.measured_s += seconds
+        self.ratios.add(ratio)
+        known = self._trusted or self.num_observed >= 2 * _REFIT_EVERY
+        if known and not 1 / _OUTLIER < ratio < _OUTLIER:
+            self._surprises += 1
+            if self._surprises < _REFIT_EVERY:
+                return
+            # Not a hiccup: the machine has changed, and what it was says nothing any more.
+            self._seen.clear()
+            self._ratios.clear()
+            self._last.clear()
+            self._log_bias = 0.0
+            self._trusted = False
+            self._wait = _REFIT_EVERY
+            self.num_observed = 0
+        elif known:
+            self._ratios.append(ratio)
         self._surprises = 0
         self.num_observed += 1
-        self._seen.setdefault(load.kind, _Window()).add(load, seconds)
-        if self.num_observed % _REFIT_EVERY == 0 or self.num_observed < _REFIT_EVERY:
+        self._since_fit += 1
+        kind = load.kind
+        if kind not in self._seen:
+            self._seen[kind] = _Window()
+        self._seen[kind].add(load, seconds, self._prior.knee_tokens)
+        self._last.append((load, seconds))
+        self._log_bias += (log(seconds / self._fitted.predict_s(load)) - self._log_bias) * _NEW
+        if self._fit_is_due():
             self._refit()
+        elif known:
+            self.model = self._fitted.scaled(self.bias)
+
+    def _fit_is_due(self) -> bool:
+        if self.num_observed < _REFIT_EVERY:
+            return not self._trusted
+        if self.num_observed <= _SETTLED:
+            return self._since_fit >= _REFIT_EVERY
+        biased = abs(self._log_bias) >= _BIASED
+        if self._since_fit >= (self._wait if biased else _REFIT_RARELY):
+            self._wait = min(2 * self._wait, _REFIT_RARELY) if biased else _REFIT_EVERY
+            return True
+        return False
 
     def _refit(self) -> None:
         """Non-negative least squares on relative error, with rows of the prior's own predictions
-        for loads around those seen. The prior is scaled to what was seen first: of an unknown
-        machine it knows the proportions better than the speed."""
+        for typical loads. The prior is scaled to what was seen: of an unknown machine it knows the
+        proportions better than the speed."""
         features = np.concatenate([window.features for window in self._seen.values()])
         seconds = np.concatenate([window.seconds for window in self._seen.values()])
-        prior = features @ np.array(_weights(self._prior))
+        prior = features @ np.array(self._prior.weights)
         scale = float(np.median(seconds / np.maximum(prior, _SHORTEST_S)))
+        weight = _CALIBRATED_WEIGHT if self._trusted else _PRIOR_WEIGHT
         rows = np.concatenate(
             (
                 features / seconds[:, None],
-                _PRIOR_WEIGHT * self._typical / (scale * self._priced)[:, None],
+                weight * self._typical / (scale * self._priced)[:, None],
             )
         )
-        wanted = np.concatenate((np.ones(len(seconds)), np.full(len(_TYPICAL), _PRIOR_WEIGHT)))
-        self.model = StepTimeModel(*non_negative_least_squares(rows, wanted))
+        wanted = np.concatenate((np.ones(len(seconds)), np.full(len(_TYPICAL), weight)))
+        weights = non_negative_least_squares(rows, wanted)
+        self._fitted = StepTimeModel.of_weights(weights, self._prior.knee_tokens)
+        self._since_fit = 0
+        self._log_bias = 0.0
+        if self._trusted or self.num_observed >= 2 * _REFIT_EVERY:
+            # The fit is a mean of a minute; the bias is that of the last steps.
+            for load, took_s in self._last:
+                off = log(took_s / self._fitted.predict_s(load))
+                self._log_bias += (off - self._log_bias) * _NEW
+        self.model = self._fitted.scaled(self.bias)
+
+
+class RatioCounts:
+    """How often measured over predicted fell at or under each of `BOUNDS`; the last count has no
+    upper bound."""
+
+    BOUNDS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0, 4.0)
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(self.BOUNDS) + 1)
+        self.total = 0.0
+
+    def add(self, ratio: float) -> None:
+        self.counts[bisect_left(self.BOUNDS, ratio)] += 1
+        self.total += ratio
 
 
 class _Window:
     """The last `_WINDOW` observations of one kind."""
 
     def __init__(self) -> None:
-        self._features = np.empty((_WINDOW, 5))
+        self._features = np.empty((_WINDOW, 7))
         self._seconds = np.empty(_WINDOW)
         self._count = 0
 
-    def add(self, load: StepLoad, seconds: float) -> None:
+    def add(self, load: StepLoad, seconds: float, knee_tokens: int) -> None:
         place = self._count % _WINDOW
-        self._features[place] = _feature_row(load)
+        self._features[place] = feature_row(load, knee_tokens)
         self._seconds[place] = seconds
         self._count += 1
 
     @property
     def features(self) -> np.ndarray:
-        """[n, 5], in no order."""
+        """[n, 7], in no order."""
         return self._features[: self._count]
 
     @property
@@ -226,40 +429,11 @@ _TYPICAL = (
     StepLoad.of([(0, 64)]),
     StepLoad.of([(0, 512)]),
     StepLoad.of([(8192, 256)]),
+    StepLoad.of([(0, 8)]),
+    StepLoad.of([(4096, 32)]),
+    StepLoad.of([*[(512, 1)] * 8, (2048, 256)]),
 )
 """Loads at which the prior has a say."""
-
-
-def non_negative_least_squares(rows: np.ndarray, wanted: np.ndarray) -> list[float]:
-    """x >= 0 that minimises |rows x - wanted|², by Lawson and Hanson's active set ("Solving Least
-    Squares Problems", 1974, chapter 23). rows: [n, k] with k small."""
-    scale = np.linalg.norm(rows, axis=0)
-    scale[scale == 0] = 1.0
-    # k is small, n is not: everything is said by the products of columns.
-    a = rows / scale
-    products, wished = a.T @ a, a.T @ wanted
-    size = len(scale)
-    x = np.zeros(size)
-    free = np.zeros(size, dtype=bool)
-    for _ in range(6 * size):
-        gradient = wished - products @ x
-        gradient[free] = -np.inf
-        best = int(np.argmax(gradient))
-        if gradient[best] <= 1e-10:
-            break
-        free[best] = True
-        while True:
-            trial = np.zeros(size)
-            trial[free] = np.linalg.lstsq(products[np.ix_(free, free)], wished[free], rcond=None)[0]
-            if (trial[free] > 0).all():
-                x = trial
-                break
-            falling = free & (trial <= 0)
-            step = float(np.min(x[falling] / (x[falling] - trial[falling])))
-            x = x + step * (trial - x)
-            free &= x > 1e-12
-            x[~free] = 0.0
-    return [float(v) for v in x / scale]
 
 
 def prior_model(

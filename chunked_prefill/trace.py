@@ -19,17 +19,21 @@ prompt and output may be left out.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 TraceFormat = Literal["azure", "mooncake", "own"]
 
 MOONCAKE_BLOCK_TOKENS = 512
-_MOST_TOKENS = 1 << 32
+_MOST_TOKENS = 1 << 24
+_LATEST = 1e15
+"""Seconds, or milliseconds; floats are exact to a millisecond below it."""
+_MOST_PIXELS = 1 << 20
+"""Of an image's edge. What says more than any of these is damaged."""
 
 
 class TraceError(ValueError):
@@ -70,12 +74,14 @@ class TraceRequest:
         are negative. No vocabulary has them: for accounting, not for models."""
         if self.token_ids:
             return self.token_ids
+        first = -1 - (number << 32)
+        if not self.hash_ids:
+            return tuple(range(first, first - self.prompt_tokens, -1))
         size = self.block_tokens
         ids: list[int] = []
         for block in self.hash_ids[: -(-self.prompt_tokens // size)]:
             ids += range(block * size, (block + 1) * size)
         del ids[self.prompt_tokens :]
-        first = -1 - (number << 32)
         ids += range(first, first - (self.prompt_tokens - len(ids)), -1)
         return tuple(ids)
 
@@ -134,7 +140,7 @@ def write_trace(path: Path | str, requests: Iterable[TraceRequest]) -> int:
     return count
 
 
-class _FaultError(Exception):
+class _FaultError(ValueError):
     """What is wrong with a line; becomes a TraceError with its place."""
 
 
@@ -144,7 +150,7 @@ _Parse = Callable[[str], TraceRequest]
 def _format_of(first_line: str) -> TraceFormat:
     if not first_line.startswith("{"):
         return "azure"
-    return "mooncake" if "timestamp" in _object(first_line) else "own"
+    return "mooncake" if "timestamp" in json_object(first_line) else "own"
 
 
 # -- Azure --------------------------------------------------------------------------------------
@@ -179,10 +185,10 @@ def _azure(line: str) -> TraceRequest:
 
 
 def _integer(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise _FaultError(f"{name} is {_shown(text)}, expected a whole number") from None
+    # int() would take 1_000 and other scripts' digits, too.
+    if not re.fullmatch(r" *-?[0-9]{1,20} *", text):
+        raise _FaultError(f"{name} is {_shown(text)}, expected a whole number")
+    return int(text)
 
 
 # -- JSON lines ---------------------------------------------------------------------------------
@@ -190,7 +196,7 @@ def _integer(name: str, text: str) -> int:
 
 def _mooncake(line: str) -> TraceRequest:
     """Mooncake's open traces: arrival in milliseconds, ids of blocks of 512 tokens."""
-    row = _object(line)
+    row = json_object(line)
     _check_keys(row, ("timestamp", "input_length", "output_length"), ("hash_ids", "type"))
     tokens = _count("input_length", row["input_length"])
     ids = _ints("hash_ids", row.get("hash_ids", []))
@@ -215,7 +221,7 @@ _OWN_OPTIONAL = (
 
 
 def _own(line: str) -> TraceRequest:
-    row = _object(line)
+    row = json_object(line)
     _check_keys(row, ("arrival_s", "output_tokens"), _OWN_OPTIONAL)
     token_ids = _ints("token_ids", row.get("token_ids", []))
     if "prompt_tokens" not in row and not token_ids:
@@ -263,11 +269,15 @@ def _as_json(request: TraceRequest) -> dict[str, Any]:
     return row
 
 
-def _object(line: str) -> dict[str, Any]:
+def json_object(line: str) -> dict[str, Any]:
+    """Raises ValueError that says what is wrong with the line."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise _FaultError(f"it is not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, thousands of brackets.
+        raise _FaultError(f"it is JSON that nobody reads: {error}") from None
     if not isinstance(row, dict):
         raise _FaultError(f"it is {_shown(row)}, expected a JSON object")
     return row
@@ -285,8 +295,9 @@ def _check_keys(row: dict[str, Any], needed: tuple[str, ...], more: tuple[str, .
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise _FaultError(f"{name} is {_shown(value)}, expected a number")
+    # NaN is in no order, so it is no number here either.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LATEST:
+        raise _FaultError(f"{name} is {_shown(value)}, expected a number up to {_LATEST:g}")
     if value < 0:
         raise _FaultError(f"{name} is {value:g}, expected 0 or more")
     return float(value)
@@ -312,9 +323,12 @@ def _sizes(value: Any) -> tuple[tuple[int, int], ...]:
         if not (
             isinstance(item, list)
             and len(item) == 2
-            and all(_is_int(side) and side >= 1 for side in item)
+            and all(_is_int(side) and 1 <= side < _MOST_PIXELS for side in item)
         ):
-            raise _FaultError(f"images has {_shown(item)}, expected [width, height] in pixels")
+            raise _FaultError(
+                f"images has {_shown(item)}, expected [width, height] in pixels, each at least 1 "
+                f"and less than {_MOST_PIXELS}"
+            )
         sizes.append((item[0], item[1]))
     return tuple(sizes)
 

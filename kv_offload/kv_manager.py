@@ -114,6 +114,10 @@ class KVManager:
         """How many tokens have a place, on the device or on the host."""
         return (self._blocks.cold_blocks(owner) + self.held_blocks(owner)) * self.block_size
 
+    def cold_tokens(self, owner: int) -> int:
+        """Of the owner's beginning, that lie on the host and are attended from there."""
+        return self._blocks.cold_blocks(owner) * self.block_size
+
     def lacking_blocks(self, owner: int, num_tokens: int, reach_tokens: int) -> int:
         """Device blocks that the owner will still ask for until it has `num_tokens` tokens."""
         return max(0, self._device_blocks(num_tokens, reach_tokens) - self.held_blocks(owner))
@@ -149,6 +153,21 @@ class KVManager:
         table = self._tables.get(owner)
         return Sources() if table is None else table.sources
 
+    def stored(self, owner: int) -> tuple[int, float]:
+        """How many tokens of the beginning of what the owner computed lie on the host, where they
+        can be found, and the seconds to bring them to the device; (0, 0.0) without a host tier."""
+        table = self._tables.get(owner)
+        if table is None or self.cold is None or self.tiers is None or not self.prefix_caching:
+            return 0, 0.0
+        host = self.cold.cache
+        depth = 0
+        for node in table.path:
+            if not (node.alive and (node.pending or host.holds(node))):
+                break
+            depth += 1
+        tokens = depth * host.tokens
+        return tokens, self.tiers.worth.load_s(tokens) if tokens else 0.0
+
     # -- what the cache has --------------------------------------------------------------------
 
     def look_up(
@@ -180,6 +199,15 @@ class KVManager:
         from disk to the host, where a large owner uses it."""
         table = self._tables.get(owner)
         return table is not None and self._lookup.waits(table)
+
+    def load_s(self, owner: int) -> float:
+        """Seconds that `load` would take now, as fast as copies have been so far; 0 where nothing
+        has to be brought."""
+        table = self._tables.get(owner)
+        if table is None or self.tiers is None or not self._lookup.waits(table):
+            return 0.0
+        have = 0 if table.large else self._lookup.on_device(table)
+        return self.tiers.worth.recall_s(have, table.below_tokens, table.seen, large=table.large)
 
     def can_start(
         self,
@@ -216,6 +244,12 @@ class KVManager:
 
     # -- reserve -------------------------------------------------------------------------------
 
+    def has_place(self, owner: int, start: int, end: int) -> bool:
+        """Whether positions [start, end) are writable by `owner` alone as things are: so it is for
+        most tokens of an answer."""
+        table = self._tables.get(owner)
+        return table is not None and self._blocks.is_inside_last(table, start, end)
+
     def reserve(
         self,
         owner: int,
@@ -235,9 +269,9 @@ class KVManager:
         `known_tokens` is how long the sequence is, `reach_tokens` how long it may become, and so
         each of the `choices` that are forked from it.
         """
-        table = self._tables.setdefault(owner, BlockTable())
-        if self._blocks.is_inside_last(table, start, end):
+        if self.has_place(owner, start, end):
             return ()
+        table = self._tables.setdefault(owner, BlockTable())
         reach = self.blocks_for(max(reach_tokens, end))
         wish = self.blocks_for(min(reach_tokens, known_tokens))
         if self.cold is not None and self.cold.is_large(reach_tokens):

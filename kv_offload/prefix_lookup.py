@@ -47,9 +47,9 @@ class PrefixLookup:
         """What the last look-up found."""
         if table.below_tokens:
             return table.below_tokens
-        return self._have(table)
+        return self.on_device(table)
 
-    def _have(self, table: BlockTable) -> int:
+    def on_device(self, table: BlockTable) -> int:
         """On the device."""
         if table.node is None:
             return 0
@@ -78,11 +78,11 @@ class PrefixLookup:
             if self.tiers is not None:
                 fetched = self.tiers.worth.fetching(table.seen, ids, table.disk_keys, limit)
                 in_place = max(in_place, fetched)
-            if in_place > self._have(table):
+            if in_place > self.on_device(table):
                 table.below_tokens = in_place
         elif self.tiers is not None:
             table.below_tokens = self.tiers.worth.loading(
-                table.seen, ids, table.disk_keys, self._have(table), limit
+                table.seen, ids, table.disk_keys, self.on_device(table), limit
             )
 
     def waits(self, table: BlockTable) -> bool:

@@ -70,12 +70,23 @@ class Worth:
         for end, fetch_s in ends.items():
             if end - have < self.least_tokens:
                 continue
-            num_bytes = (end - have) * self._bytes_per_token
-            takes = _LATENCY_S + fetch_s + self._transfers.estimate_s(Direction.LOAD, num_bytes)
-            saved = self.cost.compute_s(have, end) - takes
+            saved = self.cost.compute_s(have, end) - fetch_s - self.load_s(end - have)
             if saved > most_saved:
                 best, most_saved = end, saved
         return best
+
+    def recall_s(self, have: int, end: int, seen: HostNode | None, *, large: bool) -> float:
+        """Seconds to bring tokens [have, end), of which the host has those before `seen`: what it
+        has not comes from disk, and all of it goes on to the device unless the owner is large."""
+        on_host = 0 if seen is None else seen.depth * self._host.tokens
+        fetched = max(0, end - max(have, on_host)) * self._bytes_per_token
+        fetch_s = self._transfers.estimate_s(Direction.FETCH, fetched) if fetched else 0.0
+        return fetch_s + (_LATENCY_S if large else self.load_s(end - have))
+
+    def load_s(self, num_tokens: int) -> float:
+        """Seconds from asking for tokens that lie on the host to having them on the device."""
+        num_bytes = num_tokens * self._bytes_per_token
+        return _LATENCY_S + self._transfers.estimate_s(Direction.LOAD, num_bytes)
 
     def fetching(self, seen: HostNode, ids: Sequence[int], keys: list[bytes], limit: int) -> int:
         """As `loading`, of superblocks that are fetched from disk and used on the host: up to which

@@ -51,11 +51,12 @@ class TableBlocks:
     def is_inside_last(self, table: BlockTable, start: int, end: int) -> bool:
         """Whether all of it goes into the last block, which is the owner's alone: so it is for most
         tokens of an answer, and nothing changes."""
-        last = len(table.blocks) - 1
+        blocks, size = table.blocks, self.block_size
+        place = len(blocks) * size
         return (
-            last * self.block_size <= start < end <= (last + 1) * self.block_size
+            place - size <= start < end <= place
             and not table.large
-            and self.pool.ref_count(table.blocks[last]) == 1
+            and self.pool.ref_count(blocks[-1]) == 1
         )
 
     def shared(self, table: BlockTable, first: int) -> list[int]:

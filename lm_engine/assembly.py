@@ -21,12 +21,16 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from chunked_prefill.encode_time import EncodeTimeModel, EncodeTimes
+from chunked_prefill.vision_share import VisionShare
 from kv_offload.event_recorder import EventRecorder
 from kv_offload.kv_cache import KVCache
 from kv_offload.layout import KVLayout
 from kv_offload.radix_cache import CacheKey
+from lm_engine.attention.cold_costs import hiding_chunks, rates_of
 from lm_engine.attention.native import NativeWriter
 from lm_engine.attention.select import select
+from lm_engine.calibration_cache import calibration_file
 from lm_engine.client import ModelInfo
 from lm_engine.engine import Engine
 from lm_engine.images import ImageFeed
@@ -45,14 +49,16 @@ from lm_engine.models.packed_linear import can_pack, pack
 from lm_engine.native.library import NativeUnavailableError
 from lm_engine.native.library import load as load_kernels
 from lm_engine.options import EngineOptions
+from lm_engine.recording import record
 from lm_engine.runner import Runner
-from lm_engine.scheduling import build_scheduler
+from lm_engine.scheduling import build_scheduler, flops_per_s
 from lm_engine.transfers import build_transfers, staging_ring
 from vision_encoder.config import VisionConfig
 from vision_encoder.embedding_arena import EmbeddingArena
 from vision_encoder.embedding_storage import allocate_storage
 from vision_encoder.grid import planner, read_processor_files
 from vision_encoder.link import VisionLink
+from vision_encoder.plan import ImagePlanner
 from vision_encoder.stage_loading import load_stage
 
 _log = logging.getLogger(__name__)
@@ -115,7 +121,6 @@ def build_vision(
     storage: Tensor,
     *,
     progress: Progress | None = None,
-    between_layers: Callable[[], None] | None = None,
 ) -> VisionLink:
     """The vision stage of an opened checkpoint; it writes rows into `storage`."""
     source = checkpoint.source
@@ -133,7 +138,6 @@ def build_vision(
         dtype=vision_dtype(options),
         device=resolve_device(options),
         progress=report,
-        between_layers=between_layers,
     )
 
 
@@ -182,7 +186,8 @@ def build_engine(
     loaded.decoder.fix_context(max_model_len)
     config = loaded.decoder.config
 
-    images = None
+    images = pictures = None
+    sharing = VisionShare(own_process=vision is not None)
     if shape is not None:
         if storage is None:
             storage = allocate_storage(
@@ -190,7 +195,9 @@ def build_engine(
             )
         if vision is None:
             vision = build_vision(checkpoint, options, storage, progress=progress)
-        images = ImageFeed(EmbeddingArena(storage.shape[0]), vision)
+        pictures = planner(checkpoint.config, read_processor_files(checkpoint.path))
+        pace = EncodeTimes(_encode_prior(checkpoint, pictures, device))
+        images = ImageFeed(EmbeddingArena(storage.shape[0]), vision, pace)
     checkpoint.close()
 
     name = options.served_name or loaded.name
@@ -215,6 +222,7 @@ def build_engine(
     if kv.cold is not None:
         transfers = build_transfers(kv.copied_blocks, kv.cold.host, cache, disk=disk)
     ring = staging_ring(options.cold_kv, cache, transfers)
+    rates = rates_of(cache, config.num_heads)
     attention = select(
         device,
         dtype=loaded.decoder.dtype,
@@ -222,18 +230,52 @@ def build_engine(
         library=kernels,
         ring=ring,
         cold_kv=options.cold_kv,
-        cache=cache,
-        num_heads=config.num_heads,
+        rates=rates,
     )
     runner = Runner(loaded.decoder, cache, attention, embeddings=storage, ring=ring)
     key = cache_key(checkpoint, config, layout, lasting=disk is not None)
-    scheduler = build_scheduler(options, config, device, kv, key)
+    kept = calibration_file(options, key, device, kernels="torch" if kernels is None else "native")
+    calibration = kept.load()
+    if images is not None and calibration is not None and calibration.encode is not None:
+        images.pace.calibrated(calibration.encode)
+    scheduler = build_scheduler(options, config, device, kv, key, calibration)
+    scheduler.vision = sharing
     if transfers is not None:
         kv.connect(transfers, PrefillCost(scheduler), layout.bytes_per_token)
+    if ring is not None and rates is not None:
+        scheduler.cold_chunk = hiding_chunks(rates, layout, config)
     if events is not None and disk is not None:
         events.follow(disk, key)
+    if options.record is not None:
+        record(options.record, scheduler)
     mrope = config.rope.axes is not None
-    return Engine(info, scheduler, runner, tokenizer, images, mrope=mrope, kv_events=events)
+    return Engine(
+        info,
+        scheduler,
+        runner,
+        tokenizer,
+        images,
+        mrope=mrope,
+        kv_events=events,
+        calibration=calibration,
+        calibration_file=kept,
+        plan_images=None if pictures is None else pictures.plan,
+    )
+
+
+def _encode_prior(
+    checkpoint: Checkpoint, pictures: ImagePlanner, device: torch.device
+) -> EncodeTimeModel:
+    """From the tower's arithmetic alone: what two sizes of image cost, at the pace of a usual
+    device, until images were measured."""
+    tower = VisionConfig.from_hf(checkpoint.config)
+    plan = pictures.plan([(448, 448)])[0]
+    cost = tower.cost(plan)
+    tiles, per_second = plan.tile_patches, flops_per_s(device)
+    return EncodeTimeModel(
+        patch_s=cost.linear_flops / sum(tiles) / per_second,
+        pair_s=cost.attention_flops / sum(n * n for n in tiles) / per_second,
+    )
 
 
 def cache_key(

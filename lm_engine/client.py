@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from chunked_prefill.request import Request
 from lm_engine.kv_log import KVEventLog
 from lm_engine.outputs import Estimate, RequestError, RequestOutput
 from vision_encoder.plan import ImagePlan
+
+if TYPE_CHECKING:
+    from chunked_prefill.calibration_file import Calibration, CalibrationProgress
+    from chunked_prefill.settings import SchedulingSettings
+    from lm_engine.reconfiguration import SchedulingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,12 @@ class EngineStats:
     image_cache_hits: int = 0
     images_encoded: int = 0
     iteration_tokens: Histogram | None = None
+    step_ratio: Histogram | None = None
+    """Of steps, measured over predicted time."""
+    predicted_s: float = 0.0
+    """Sum over steps of what each was predicted to take, before it began."""
+    measured_s: float = 0.0
+    """Sum of what the same steps took."""
     tiers: TierStats | None = None
     """None without a host tier."""
 
@@ -179,6 +190,19 @@ class EngineClient(Protocol):
         self, request: Request, media: tuple[MediaItem, ...]
     ) -> Estimate | RequestError:
         """What the request could expect if it were submitted now; nothing is admitted."""
+        ...
+
+    async def scheduling(
+        self, change: SchedulingSettings | None = None
+    ) -> SchedulingState | RequestError:
+        """What is scheduled by, after the `change` if there is one."""
+        ...
+
+    def calibrate(
+        self, seconds: float
+    ) -> AsyncIterator[CalibrationProgress | Calibration | RequestError]:
+        """Measures how long steps take, for about `seconds`, while nobody is served: how far it is,
+        and last its result, which is in force by then, or why there is none."""
         ...
 
     def reset_prefix_cache(self, tenant: str) -> bool:

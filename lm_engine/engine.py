@@ -14,21 +14,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer
 
+from chunked_prefill.calibration_file import (
+    CALIBRATION_S,
+    Calibration,
+    CalibrationFile,
+    CalibrationProgress,
+)
 from chunked_prefill.request import Request, SamplingParams
 from chunked_prefill.scheduler import ScheduledChunk, Scheduler, StepPlan
 from chunked_prefill.sequence import Sequence
-from chunked_prefill.step_time import StepLoad
+from chunked_prefill.settings import SchedulingSettings
+from chunked_prefill.step_time import StepLoad, StepTimeEstimator
 from kv_offload.event_recorder import EventRecorder
 from kv_offload.kv_events import KVEvent
 from lm_engine import batch as batches
+from lm_engine import reconfiguration
 from lm_engine.admission import check
 from lm_engine.batch import ForwardBatch
 from lm_engine.client import EngineStats, Histogram, MediaItem, ModelInfo
@@ -40,9 +49,11 @@ from lm_engine.kv_tiers import tier_stats
 from lm_engine.live import LiveRequest
 from lm_engine.options import EngineOptions
 from lm_engine.outputs import Estimate, RequestError, RequestOutput
+from lm_engine.reconfiguration import SchedulingState
 from lm_engine.runner import Runner
 from lm_engine.sampler import logprobs_of, sample_each
 from vision_encoder.link import VisionLink
+from vision_encoder.plan import ImagePlan
 
 if TYPE_CHECKING:
     from lm_engine.offline import Completion, Prompt
@@ -54,6 +65,7 @@ _STEPS_AHEAD = 16
 _COPY_WAIT_S = 0.005
 """Longest sleep for a copy between tiers: who comes meanwhile waits as long."""
 _ITERATION_BOUNDS = tuple(float(1 << i) for i in range(15))
+PlanImages = Callable[[list[tuple[int, int]]], list[ImagePlan]]
 INTERNAL = RequestError("internal", "the engine failed while computing this request")
 
 
@@ -73,6 +85,9 @@ class Engine:
         *,
         mrope: bool = False,
         kv_events: EventRecorder | None = None,
+        calibration: Calibration | None = None,
+        calibration_file: CalibrationFile | None = None,
+        plan_images: PlanImages | None = None,
     ) -> None:
         self.info = info
         self.scheduler = scheduler
@@ -81,6 +96,12 @@ class Engine:
         self.images = images
         self._mrope = mrope
         self._kv_events = kv_events
+        self.calibration_file = calibration_file
+        """Where a calibration is kept for later starts."""
+        self.calibration = calibration
+        """The one in force; None: what steps take is learnt from them."""
+        self.plan_images = plan_images
+        """What the model makes of images of these (width, height), where it takes some."""
         self._device = runner.decoder.device
         self._eos = frozenset(info.eos_token_ids)
         self._token_bytes = token_bytes_table(tokenizer)
@@ -127,7 +148,7 @@ class Engine:
 
     def add(self, request: Request, media: tuple[MediaItem, ...] = ()) -> list[RequestOutput]:
         """Admits a request, or refuses it before any compute with an event that says why."""
-        error = self._refusal(request, media)
+        error = self.refusal(request, media)
         if error is None and request.request_id in self._live:
             error = RequestError("invalid", "a request with this id is running", "request_id")
         if error is not None:
@@ -135,6 +156,8 @@ class Engine:
         live = LiveRequest(request, next(self._orders), next(self._seq_ids))
         live.watch = Watch.of(request, self.runner.decoder.config.windows)
         first = live.sequences[0]
+        if self.images is not None:
+            first.encode_s = self.images.encode_s(media)
         estimate = None
         if request.wants_estimate or request.must_meet_ttft:
             estimate = self._outlook.of(first, media, most_steps=_STEPS_AHEAD)
@@ -156,10 +179,12 @@ class Engine:
         """What the request could expect if it came now, after those that have `arrived` and are
         still to be added; nothing is held or computed. May be called while a step is computed (see
         `between_layers`)."""
-        if error := self._refusal(request, media):
+        if error := self.refusal(request, media):
             return error
         before = [self._nobody(one) for one in arrived]
         sequence = self._nobody(request)
+        if self.images is not None:
+            sequence.encode_s = self.images.encode_s(media)
         try:
             return self._outlook.of(sequence, media, before, computing=self._computing)
         finally:
@@ -175,11 +200,14 @@ class Engine:
         and nothing else of the engine."""
         self.runner.between_layers = call
 
-    def _refusal(self, request: Request, media: tuple[MediaItem, ...]) -> RequestError | None:
-        """Why this engine can never serve the request."""
+    def refusal(self, request: Request, media: tuple[MediaItem, ...]) -> RequestError | None:
+        """Why this engine can never serve the request; asked in the middle of a step, too."""
         error = check(request, media, self.info)
         if error is None and request.image_spans and self.images is None:
             error = RequestError("invalid", "this model takes no images", media[0].param)
+        seats = self.scheduler.max_num_seqs
+        if error is None and request.sampling.n > seats:
+            error = RequestError("invalid", f"at most {seats} choices run at once now", "n")
         if error is None and (never := self.scheduler.never_fits(request)):
             error = RequestError(
                 "never_fits",
@@ -198,10 +226,35 @@ class Engine:
         """Forgets the KV that the tenant's requests have left; those that run keep theirs."""
         self.scheduler.kv.clear(tenant)
 
+    def scheduling(
+        self, change: SchedulingSettings | None = None
+    ) -> SchedulingState | RequestError:
+        """What is scheduled by, after the `change` if there is one. Call it between two steps."""
+        if change is None:
+            state = reconfiguration.state(self.scheduler, self.info)
+        else:
+            state = reconfiguration.change(self.scheduler, self.info, change)
+        if isinstance(state, RequestError):
+            return state
+        return replace(state, calibration=self.calibration)
+
+    def calibrate(
+        self, seconds: float = CALIBRATION_S
+    ) -> Iterator[CalibrationProgress | Calibration]:
+        """See calibration.calibrate."""
+        from lm_engine.calibration import calibrate
+
+        return calibrate(self, seconds)
+
     def take_kv_events(self) -> tuple[KVEvent, ...]:
         """What the prefix cache got and lost since the last call. With EngineOptions.kv_events,
         whoever steps the engine calls this now and then: events are kept until they are taken."""
         return () if self._kv_events is None else self._kv_events.take()
+
+    @property
+    def num_requests(self) -> int:
+        """In flight."""
+        return len(self._live)
 
     def has_work(self) -> bool:
         seeing = self.images is not None and self.images.busy()
@@ -223,6 +276,8 @@ class Engine:
         self.scheduler.take_loaded()
         outputs = self._pump_images()
         plan = self.scheduler.schedule()
+        if self.images is not None:
+            self.images.link.allow(plan.vision_s)
         for sequence in plan.preempted:
             self._drop_rows(sequence)
         if not plan.chunks:
@@ -397,6 +452,7 @@ class Engine:
     def stats(self) -> EngineStats:
         pool, cache = self.scheduler.kv.pool, self.scheduler.kv.cache
         arena = self.images.arena.stats() if self.images else None
+        estimator = self.scheduler.budget.estimator
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -423,6 +479,9 @@ class Engine:
             iteration_tokens=Histogram(
                 _ITERATION_BOUNDS, tuple(self._iterations), float(self._iteration_total)
             ),
+            step_ratio=_ratios(estimator),
+            predicted_s=estimator.predicted_s if estimator else 0.0,
+            measured_s=estimator.measured_s if estimator else 0.0,
             tiers=tier_stats(self.scheduler.kv),
         )
 
@@ -442,6 +501,13 @@ class Engine:
                 f"at idle {kv.pool.num_free} blocks are free, {idle} cached and {copied} copied, "
                 f"of {kv.pool.num_blocks}"
             )
+
+
+def _ratios(estimator: StepTimeEstimator | None) -> Histogram | None:
+    if estimator is None:
+        return None
+    ratios = estimator.ratios
+    return Histogram(ratios.BOUNDS, tuple(ratios.counts), ratios.total)
 
 
 def _no_rows(key: bytes) -> tuple[tuple[int, int], ...]:

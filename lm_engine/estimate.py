@@ -5,8 +5,9 @@ token is computed. Does not own: the order of prompts (chunked_prefill/policy.py
 takes (budget.py), or how long that lasts (step_time.py): the walk asks the same objects as the
 steps themselves do. Imports no torch.
 
-What it cannot know: who arrives later, how long running answers become (recent ones stand for
-them), and evictions of what the cache has now.
+KV that a prompt brings from a lower tier takes as long as copies have taken so far, and a copy that
+is under way counts as if it began now. What it cannot know: who arrives later, how long running
+answers become (recent ones stand for them), and evictions of what the cache has now.
 """
 
 from __future__ import annotations
@@ -177,27 +178,6 @@ class Walk:
         return self.model.prefill_s(wanted.depth, wanted.length, self.budget.max_num_batched_tokens)
 
 
-class ImagePace:
-    """Seconds of the vision stage per patch, as observed: half of the weight lies on the last few
-    images."""
-
-    _NEW = 0.25
-
-    def __init__(self) -> None:
-        self.patch_s: float | None = None
-        """None until an image was encoded."""
-
-    def observe(self, patches: int, seconds: float) -> None:
-        if patches < 1 or seconds <= 0:
-            return
-        pace = seconds / patches
-        old = pace if self.patch_s is None else self.patch_s
-        self.patch_s = old + self._NEW * (pace - old)
-
-    def seconds(self, patches: int) -> float:
-        return (self.patch_s or 0.0) * patches
-
-
 class Images(Protocol):
     """What is known of images on their way (images.py)."""
 
@@ -308,12 +288,24 @@ class Outlook:
         return Prompt(
             depth,
             sequence.num_tokens,
-            _readiness(sequence, ready, depth),
+            self._waits(sequence, ready, depth),
             running,
             min(need, scheduler.kv.pool.num_blocks),
             max(1, scheduler.forecast.remaining(sequence.num_output_tokens, most)),
             sequence.last_step,
         )
+
+    def _waits(
+        self, sequence: Progress, ready: dict[bytes, float], depth: int
+    ) -> tuple[tuple[float, int], ...]:
+        """See Prompt.ready: for images, and for KV that is brought from a lower tier first."""
+        load_s = self._scheduler.kv.load_s(sequence.seq_id)
+        steps = _readiness(sequence, ready, depth)
+        if not load_s:
+            return steps
+        if not steps:
+            return ((0.0, depth), (load_s, sequence.num_tokens))
+        return ((0.0, depth), *((max(at_s, load_s), token) for at_s, token in steps))
 
     def _answers(self, ends: dict[int, int]) -> Iterator[Answer]:
         scheduler = self._scheduler
@@ -338,7 +330,7 @@ class Outlook:
         budget = self._scheduler.budget
         ready = self._ready((), sequence, media)
         depth = sequence.num_computed_tokens
-        alone = Prompt(depth, sequence.num_tokens, _readiness(sequence, ready, depth))
+        alone = Prompt(depth, sequence.num_tokens, self._waits(sequence, ready, depth))
         if not alone.ready:
             return model.prefill_s(depth, alone.length, budget.max_num_batched_tokens)
         walk = Walk(budget, model, [alone], [], 1, 1)

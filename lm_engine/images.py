@@ -18,10 +18,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from chunked_prefill.encode_time import EncodeTimes
 from chunked_prefill.request import ImageSpan
 from chunked_prefill.sequence import Sequence
 from lm_engine.client import MediaItem
-from lm_engine.estimate import ImagePace
 from lm_engine.outputs import RequestError
 from vision_encoder.embedding_arena import Acquired, EmbeddingArena
 from vision_encoder.link import EncodeJob, EncodeResult, VisionLink
@@ -64,7 +64,9 @@ class ImageFailure:
 class ImageFeed:
     """One language stage's view of images. Not thread-safe: the loop owns it."""
 
-    def __init__(self, arena: EmbeddingArena, link: VisionLink) -> None:
+    def __init__(
+        self, arena: EmbeddingArena, link: VisionLink, pace: EncodeTimes | None = None
+    ) -> None:
         self.arena = arena
         self.link = link
         self._media: dict[str, _Media] = {}
@@ -75,7 +77,7 @@ class ImageFeed:
         """Request of each sequence that holds something."""
         self._jobs: set[bytes] = set()
         """Images in flight."""
-        self.pace = ImagePace()
+        self.pace = pace or EncodeTimes()
         self._working_since_s = 0.0
         """When the stage began with what it works on: its last reply, or a job when it had none."""
 
@@ -97,6 +99,14 @@ class ImageFeed:
     def busy(self) -> bool:
         return self.link.busy()
 
+    def encode_s(self, media: Iterable[MediaItem]) -> float:
+        """Seconds of the vision stage for images that are not ready yet, alone."""
+        return sum(
+            self.pace.seconds(item.plan.tile_patches)
+            for item in media
+            if not self.arena.is_ready(item.key)
+        )
+
     def take_checked(self) -> list[str]:
         """Requests whose last image was found to be sound since the last call."""
         checked, self._checked = self._checked, []
@@ -115,7 +125,7 @@ class ImageFeed:
             for span in sequence.request.image_spans:
                 done = span.end <= sequence.num_computed_tokens or self.arena.is_ready(span.key)
                 if not done and span.key not in ready:
-                    begun_s += self.pace.seconds(known[span.key].plan.num_patches)
+                    begun_s += self.pace.seconds(known[span.key].plan.tile_patches)
                     ready[span.key] = max(0.0, begun_s - worked_s)
         return ready
 
@@ -264,8 +274,8 @@ class ImageFeed:
             for place, request_id in enumerate(self._requests_of(holders)):
                 media = self._media[request_id]
                 if place == 0:
-                    patches = media.items[result.key].plan.num_patches
-                    self.pace.observe(patches, result.image_decode_s + result.encode_s)
+                    tiles = media.items[result.key].plan.tile_patches
+                    self.pace.observe(tiles, result.image_decode_s + result.encode_s)
                 media.image_decode_s += result.image_decode_s
                 media.encode_s += result.encode_s
                 self._mark_checked(result.key, request_id)

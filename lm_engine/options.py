@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from chunked_prefill.settings import LONG_PROMPT_SHARE, STEP_SHARE, PolicyName
+
 ColdKV = Literal["auto", "cpu", "stream"]
 
 
@@ -32,8 +34,12 @@ class EngineOptions:
     ttft_slo_s: float | None = None
     """Promised time from a request's arrival to its first token, three times what it takes alone if
     that is more; None: four times what 512 tokens take on this machine."""
-    scheduling_policy: str = "deadline"
+    scheduling_policy: PolicyName = "deadline"
     """deadline: prompts by when their first token is due; fcfs: by arrival."""
+    step_share: tuple[float, float] = STEP_SHARE
+    """Least and most of the time per output token that a step which also prefills may plan for."""
+    long_prompt_share: float = LONG_PROMPT_SHARE
+    """Of the KV pool, what long prompts together may hold while short ones wait."""
     block_size: int = 16
     prefix_caching: bool = True
     """Whether a prompt that begins as an earlier one of its tenant starts from that one's KV."""
@@ -49,6 +55,11 @@ class EngineOptions:
     """Bytes that the disk tier may take."""
     kv_events: bool = False
     """Whether the engine tells which blocks its prefix cache holds (kv_offload/kv_events.py)."""
+    calibrate: bool = False
+    """Whether a served engine measures its step times before it serves, if it never did."""
+    record: str | None = None
+    """A file for what the scheduler is told and decides (chunked_prefill/record.py); one that is
+    there stays, the name gets a number. Not with a host tier."""
     cold_kv: ColdKV = "auto"
     """How KV in the host tier is attended: stream brings it to the device piece by piece, cpu lets
     the CPU attend it where it lies; auto is cpu on the CPU, and the cheaper of both on CUDA."""

@@ -49,8 +49,13 @@ class VisionLink(Protocol):
         """The job is no longer wanted; a reply still comes (the rows are freed on it)."""
         ...
 
+    def allow(self, seconds: float) -> None:
+        """How long the stage may compute beside each of the steps that follow, until the next call:
+        0 to rest, inf for as long as it likes, which is so before the first call."""
+        ...
+
     def poll(self) -> list[EncodeResult]:
-        """Replies since the last poll. An in-process stage does a bounded piece of work here."""
+        """Replies since the last poll. An in-process stage does here what it was allowed."""
         ...
 
     def busy(self) -> bool:

@@ -135,6 +135,11 @@ class ImagePlan:
     fingerprint: bytes = b""
     """Canonical bytes of all parameters that influence the rows, for the content key."""
 
+    @property
+    def tile_patches(self) -> tuple[int, ...]:
+        """Patches of each tile."""
+        return tuple(tile.grid[0] * tile.grid[1] for tile in self.tiles)
+
 
 class ImagePlanner(Protocol):
     """Per-family arithmetic, fixed by the model's configuration."""

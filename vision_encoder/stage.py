@@ -5,17 +5,19 @@ the replies, and that no image's fault ends the stage.
 Does not own: which rows (embedding_arena.py, with the language stage), the arithmetic of a tower
 (tower.py), pixels (media.py, preprocess.py), or the process that it may run in (lm_engine/process).
 
-`advance` does one unit of work, either the pixels of one image or one pass of the tower, so that
-a caller sees jobs that are needed sooner between any two units. `poll` runs units until a pass has
-ended: the face that an in-process engine uses.
+`advance` does one unit of work, either the pixels of one image or a part of a pass of the tower, so
+that a caller may rest, do something else, or hear of jobs between any two units. `poll` runs units
+until a pass has ended or the time that was allowed is over: the face that an in-process engine
+uses.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Generic, TypeVar
 
 import torch
@@ -34,18 +36,28 @@ nothing about the image: a joined holder submits the job again (EmbeddingArena.m
 INTERNAL = "the image could not be encoded because of an internal error"
 
 P = TypeVar("P")
+Pass = Generator[None, None, Sequence[Tensor]]
+"""A pass of the tower over images together, interrupted between its parts. It returns per image a
+tensor [plan.num_rows, depth, dim] in row order."""
 
 
 class UnreadableImageError(Exception):
     """Raised by a `prepare` function: the image is at fault, for the fixed reason given."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Work(Generic[P]):
     job: EncodeJob
     cancelled: bool = False
     patches: P | None = None
     image_decode_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _UnderWay(Generic[P]):
+    batch: list[_Work[P]]
+    run: Pass
+    worked_s: float = 0.0
 
 
 class VisionStage(Generic[P]):
@@ -54,8 +66,7 @@ class VisionStage(Generic[P]):
     Args:
         prepare: bytes and plan to the tower's input; raises UnreadableImageError with a
             user-readable reason. Whatever else it raises is an internal fault of that image.
-        encode: one pass of the tower over images together: per image a tensor
-            [plan.num_rows, depth, dim] in row order.
+        encode: begins a pass over images together.
         cost: a plan's share of a pass, FLOP.
         storage: the arena's rows [num_rows, depth, dim]; only rows named by jobs are written.
         flop_budget: most FLOP that share a pass; a single dearer image has a pass of its own.
@@ -65,7 +76,7 @@ class VisionStage(Generic[P]):
         self,
         *,
         prepare: Callable[[bytes, ImagePlan], P],
-        encode: Callable[[Sequence[P]], Sequence[Tensor]],
+        encode: Callable[[Sequence[P]], Pass],
         cost: Callable[[ImagePlan], float],
         storage: Tensor,
         flop_budget: float,
@@ -78,6 +89,8 @@ class VisionStage(Generic[P]):
         self._works: dict[bytes, _Work[P]] = {}
         self._alone: set[bytes] = set()
         self._replies: list[EncodeResult] = []
+        self._under_way: _UnderWay[P] | None = None
+        self._allowed_s = inf
 
     # -- VisionLink ------------------------------------------------------------------------------
 
@@ -97,10 +110,16 @@ class VisionStage(Generic[P]):
         if work is not None and work.job.epoch == epoch:
             work.cancelled = True
 
+    def allow(self, seconds: float) -> None:
+        """See VisionLink."""
+        self._allowed_s = seconds
+
     def poll(self) -> list[EncodeResult]:
-        """Replies; works until one pass of the tower has ended or nothing is queued."""
+        """Replies; works until one pass of the tower has ended, nothing is queued, or what was
+        allowed is used up."""
+        until_s = time.perf_counter() + self._allowed_s
         replies: list[EncodeResult] = []
-        while self.busy() and not replies:
+        while self.busy() and not replies and time.perf_counter() < until_s:
             replies = self.advance()
         return replies
 
@@ -117,24 +136,39 @@ class VisionStage(Generic[P]):
         No row is written after this until a job is submitted."""
         self._works.clear()
         self._replies.clear()
+        self._under_way = None
 
     # -- work ------------------------------------------------------------------------------------
 
     def advance(self) -> list[EncodeResult]:
-        """One unit of work: drop what was cancelled, then one image's pixels or one pass."""
-        for work in [w for w in self._works.values() if w.cancelled]:
+        """One unit of work: drop what was cancelled, then one image's pixels or part of a pass. A
+        pass that began is ended unless nobody wants any of its images any more."""
+        if self._under_way is not None and all(w.cancelled for w in self._under_way.batch):
+            self._under_way = None
+        kept = () if self._under_way is None else self._under_way.batch
+        for work in [w for w in self._works.values() if w.cancelled and w not in kept]:
             self._reply(work, error=CANCELLED)
+        if self._under_way is not None:
+            self._go_on(self._under_way)
+        else:
+            self._begin()
+        replies, self._replies = self._replies, []
+        return replies
+
+    def _begin(self) -> None:
         batch = self._next_batch()
         unprepared = next((work for work in batch if work.patches is None), None)
         if unprepared is not None:
             self._read_pixels(unprepared)
         elif batch:
-            self._pass(batch)
-        replies, self._replies = self._replies, []
-        return replies
+            patches = [work.patches for work in batch if work.patches is not None]
+            self._under_way = _UnderWay(batch, _run(self._encode, patches))
+            self._go_on(self._under_way)
 
     def in_hand(self) -> list[bytes]:
         """Keys that the next `advance` works on: the suspects if the process dies in it."""
+        if self._under_way is not None:
+            return [work.job.key for work in self._under_way.batch]
         batch = self._next_batch()
         unprepared = next((work for work in batch if work.patches is None), None)
         return [unprepared.job.key] if unprepared else [work.job.key for work in batch]
@@ -168,29 +202,41 @@ class VisionStage(Generic[P]):
             self._reply(work, error=INTERNAL, internal=True)
         work.image_decode_s = time.perf_counter() - begin
 
-    def _pass(self, batch: list[_Work[P]]) -> None:
-        """One tower pass. When it fails, each image is tried alone, so that only the one at fault
+    def _go_on(self, under_way: _UnderWay[P]) -> None:
+        """A part of a pass. When it fails, each image is tried alone, so that only the one at fault
         is answered with an error."""
+        batch = under_way.batch
         begin = time.perf_counter()
         try:
             with torch.inference_mode():
-                encoded = self._encode([work.patches for work in batch if work.patches is not None])
-                for work, rows in zip(batch, encoded, strict=True):
-                    self._write(work.job, rows)
+                encoded = _part(under_way.run)
+                if encoded is not None:
+                    for work, rows in zip(batch, encoded, strict=True):
+                        if self._is_current(work):
+                            self._write(work.job, rows)
         except Exception:
+            self._under_way = None
             if len(batch) > 1:
                 logger.warning("a pass of %d images failed; each is tried alone", len(batch))
-                for work in batch:
-                    self._pass([work])
+                self.isolate(work.job.key for work in batch)
                 return
             logger.exception("encoding image %s failed", batch[0].job.key.hex()[:16])
-            self._reply(batch[0], error=INTERNAL, internal=True)
+            if self._is_current(batch[0]):
+                self._reply(batch[0], error=INTERNAL, internal=True)
             return
-        elapsed = time.perf_counter() - begin
+        under_way.worked_s += time.perf_counter() - begin
+        if encoded is None:
+            return
+        self._under_way = None
         costs = [self._cost(work.job.plan) for work in batch]
         for work, cost in zip(batch, costs, strict=True):
             share = cost / sum(costs) if sum(costs) else 1 / len(batch)
-            self._reply(work, encode_s=elapsed * share)
+            if self._is_current(work):
+                self._reply(work, encode_s=under_way.worked_s * share)
+
+    def _is_current(self, work: _Work[P]) -> bool:
+        """Not if a job of a new epoch took its place: then its rows are somebody else's."""
+        return self._works.get(work.job.key) is work
 
     def _write(self, job: EncodeJob, rows: Tensor) -> None:
         if rows.shape != (job.plan.num_rows, *self._storage.shape[1:]):
@@ -227,6 +273,21 @@ class VisionStage(Generic[P]):
                 encode_s=encode_s,
             )
         )
+
+
+def _run(encode: Callable[[Sequence[P]], Pass], patches: Sequence[P]) -> Pass:
+    """So that also the beginning of a pass is a part of it."""
+    return (yield from encode(patches))
+
+
+def _part(run: Pass) -> Sequence[Tensor] | None:
+    """The next part of a pass; its result if that was the last."""
+    try:
+        next(run)
+    except StopIteration as end:
+        encoded: Sequence[Tensor] = end.value
+        return encoded
+    return None
 
 
 def _bytes_of(job: EncodeJob) -> bytes:

@@ -8,6 +8,7 @@ a getter are injected, because files belong to lm_engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from vision_encoder.grid import planner, read_processor_files
 from vision_encoder.media import MediaError, decode, read_header
 from vision_encoder.plan import ImagePlan
 from vision_encoder.preprocess import PatchedImage, patchify
-from vision_encoder.stage import UnreadableImageError, VisionStage
+from vision_encoder.stage import Pass, UnreadableImageError, VisionStage
 from vision_encoder.tower import VisionTower, load_tower
 
 FLOP_BUDGET = {"cpu": 3e10, "cuda": 3e12}
@@ -38,7 +39,6 @@ def load_stage(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] | None = None,
-    between_layers: Callable[[], None] | None = None,
 ) -> VisionStage[PatchedImage]:
     """The vision stage of the checkpoint in `folder`.
 
@@ -48,7 +48,6 @@ def load_stage(
         storage: the arena's rows [num_rows, *VisionConfig.row_shape].
         flop_budget: most FLOP in one pass; None takes FLOP_BUDGET of the device.
         progress: called with (bytes read, bytes in all) while weights are read.
-        between_layers: called before each layer of a pass; may change the number of threads.
 
     Raises VisionConfigError, ProcessorConfigError, TowerLoadError, or ValueError when the
     storage's row shape is not the tower's.
@@ -82,24 +81,18 @@ def load_stage(
 
     return VisionStage(
         prepare=prepare,
-        encode=_encoder(tower, between_layers),
+        encode=partial(_pass, tower),
         cost=tower.config.flops,
         storage=storage,
         flop_budget=flop_budget or FLOP_BUDGET.get(torch.device(device).type, FLOP_BUDGET["cuda"]),
     )
 
 
-def _encoder(
-    tower: VisionTower, between_layers: Callable[[], None] | None
-) -> Callable[[Sequence[PatchedImage]], list[Tensor]]:
-    if between_layers is None:
-        return tower.encode
-
-    def encode(images: Sequence[PatchedImage]) -> list[Tensor]:
-        state = tower.begin(images)
-        between_layers()
-        while not tower.run_layers(state, 1):
-            between_layers()
-        return tower.finish(state)
-
-    return encode
+def _pass(tower: VisionTower, images: Sequence[PatchedImage]) -> Pass:
+    """Interrupted before each layer."""
+    state = tower.begin(images)
+    done = False
+    while not done:
+        yield
+        done = tower.run_layers(state, 1)
+    return tower.finish(state)

@@ -134,7 +134,7 @@ def _knees(deployment: Deployment, context: int, mfu: float, mbu: float) -> Curv
         knee = min(knee_batch(deployment, tokens), ridge)
         if knee <= most:
             step = deployment.step(knee, tokens, mfu=mfu, mbu=mbu).total_s
-            marks.append(Mark(1e3 * step, knee / step, f"knee at {knee:,.0f}"))
+            marks.append(Mark(1e3 * step, knee / step, f"knee at batch {knee:,.0f}"))
     return Curve(
         title=f"Throughput and latency of decoding\n{deployment.name}",
         x_label="time per output token [ms]",

@@ -12,11 +12,15 @@ Per layer, with L cold tokens of n_kv heads of d numbers of s bytes, met by C ro
 
 Staged, the longer of transfer and compute is paid; on the host, the longer of reading and compute,
 and the way of the rows there and back. Both sides of the first comparison grow with L, so that
-transfer hides behind compute from C = s F / (2 g B) rows on, g = n_q / n_kv, at any depth.
+transfer hides behind compute from C = s F / (2 g B) rows on, g = n_q / n_kv, at any depth; and from
+fewer where L is small, since the linears of the rows, w FLOP each, hide it too:
+
+    C (w + 4 n_q d L) / F = 2 n_kv d s L / B
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -33,6 +37,7 @@ from kv_offload.superblock import SUPERBLOCK_TOKENS, SuperblockLayout
 from lm_engine.attention.base import AttentionBatch, SequenceSlice
 from lm_engine.attention.cold_parts import ColdParts, HostParts, StagedParts
 from lm_engine.attention.dense import DenseKernel
+from lm_engine.models.config import DecoderConfig
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +92,50 @@ def hosted_s(load: ColdLoad, rates: ColdRates) -> float:
     return rates.round_trip_s + max(reading_s, load.flops / rates.host_flops_per_s)
 
 
-def least_hiding_chunk(rates: ColdRates, dtype_bytes: int, group: int) -> int:
-    """Rows from which a chunk's attention hides the transfer of the keys that it meets: a prefill
-    over a cold beginning should not be cut smaller than this."""
-    rows = dtype_bytes * rates.device_flops_per_s / (2 * group * rates.link_bytes_per_s)
-    return max(1, math.ceil(rows))
+def least_hiding_chunk(
+    rates: ColdRates,
+    layout: KVLayout,
+    num_heads: int,
+    cold_tokens: int | None = None,
+    linear_flops: float = 0.0,
+) -> int:
+    """Rows from which a chunk's compute hides the transfer of the keys that it meets: a prefill
+    over a cold beginning should not be cut smaller than this. At any depth, or behind `cold_tokens`
+    cold ones, where the linears of a row take `linear_flops` FLOP per layer."""
+    key_s = layout.bytes_per_token / layout.num_layers / rates.link_bytes_per_s
+    pair_flops = 4.0 * num_heads * layout.head_dim
+    if cold_tokens is not None:
+        pair_flops += linear_flops / cold_tokens
+    return max(1, math.ceil(key_s * rates.device_flops_per_s / pair_flops))
+
+
+def rates_of(cache: KVCache, num_heads: int) -> Callable[[], ColdRates] | None:
+    """Measures the rates at its first call. None without host memory, and on a CPU: there a copy is
+    hidden from 2 rows on (SmolLM2-135M: 23 GB/s against 70 GFLOP/s), and measuring takes a
+    second."""
+    if cache.host is None or cache.device.type == "cpu":
+        return None
+
+    def measure() -> ColdRates:
+        from lm_engine.attention.torch_cuda import sdpa_cuda
+
+        return measure_rates(cache, num_heads, sdpa_cuda)
+
+    return functools.cache(measure)
+
+
+def hiding_chunks(
+    rates: Callable[[], ColdRates], layout: KVLayout, config: DecoderConfig
+) -> Callable[[int], int]:
+    """`Scheduler.cold_chunk` of a model whose cold keys are streamed: the least hiding chunk behind
+    so many cold tokens."""
+    rows = 2 * config.num_heads * config.head_dim + 2 * config.num_kv_heads * config.head_dim
+    linear_flops = 2.0 * config.hidden_size * (rows + 3 * config.intermediate_size)
+
+    def least(cold_tokens: int) -> int:
+        return least_hiding_chunk(rates(), layout, config.num_heads, cold_tokens, linear_flops)
+
+    return least
 
 
 class ColdChoice:
@@ -118,10 +162,7 @@ class ColdChoice:
             return self._staged or self._hosted
         if self._rates is None:
             self._rates = self._measure()
-            layout = cache.layout
-            chunk = least_hiding_chunk(
-                self._rates, layout.dtype_bytes, num_heads // layout.num_kv_heads
-            )
+            chunk = least_hiding_chunk(self._rates, cache.layout, num_heads)
             logger.info(
                 "Cold KV is streamed, or attended by the CPU, by %s. Chunks under %d tokens wait "
                 "for the link: a lower --max-num-batched-tokens makes long prompts slower.",

@@ -90,10 +90,14 @@ def _compiler() -> str:
     raise NativeUnavailableError("there is no C++ compiler; install g++ (or set CXX)")
 
 
-def _folders() -> tuple[Path, ...]:
+def cache_folder() -> Path:
+    """LONGLENS_CACHE, or `longlens` under the user's cache folder; it may not be there yet."""
     own, base = os.environ.get("LONGLENS_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    home = Path(own or (Path(base or Path.home() / ".cache") / "longlens")).expanduser()
-    return home / "native", Path(tempfile.gettempdir()) / f"longlens-native-{os.getuid()}"
+    return Path(own or (Path(base or Path.home() / ".cache") / "longlens")).expanduser()
+
+
+def _folders() -> tuple[Path, ...]:
+    return cache_folder() / "native", Path(tempfile.gettempdir()) / f"longlens-native-{os.getuid()}"
 
 
 def _digest(compiler: str, sources: list[Path]) -> str:

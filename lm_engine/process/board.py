@@ -2,8 +2,9 @@
 
 Owns: Board, one page of memory shared by the API process, the supervisor and the stages, with a
 Slot for each process: when it last showed life, within which time it promised to do so again,
-whether it is computing, whether it is stopped; and the images that the vision stage has in hand.
-Does not own: what is done about a process that is late (supervisor.py). Imports no torch.
+whether it is computing, whether it is stopped, whether it wants all cores; and the images that the
+vision stage has in hand. Does not own: what is done about a process that is late (supervisor.py).
+Imports no torch.
 
 Times are seconds of the host's monotonic clock, which all processes share. Each field is an
 aligned 8-byte number with one writer at a time, so a reader sees an old or a new value, never a
@@ -18,8 +19,8 @@ import time
 from collections.abc import Sequence
 
 ROLES = ("supervisor", "language", "vision", "planner")
-_FIELDS = 4
-_BEAT, _BOUND, _BUSY, _STOPPED = range(_FIELDS)
+_FIELDS = 5
+_BEAT, _BOUND, _BUSY, _STOPPED, _ALONE = range(_FIELDS)
 _SUSPECTS_AT = 1024
 _KEY_BYTES = 32
 MAX_SUSPECTS = 64
@@ -59,6 +60,15 @@ class Slot:
     @busy.setter
     def busy(self, value: bool) -> None:
         self._cells[_BUSY] = float(value)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the process asks its neighbour to rest between two units of work."""
+        return bool(self._cells[_ALONE])
+
+    @alone.setter
+    def alone(self, value: bool) -> None:
+        self._cells[_ALONE] = float(value)
 
     @property
     def stopped(self) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 
 from lm_engine.models.errors import LoadError
 from lm_engine.process.board import Board
+from lm_engine.process.calibrating import calibrate_before_serving
 from lm_engine.process.language import LanguageLoop
 from lm_engine.process.link import RemoteVisionLink
 from lm_engine.process.messages import (
@@ -113,7 +114,7 @@ class StageProcess:
         self.built = built
         limits = start.supervision
         slot = board[name]
-        self._report = Reporter(self.control, lambda: slot.beat(limits.load_bound_s))
+        self.report = Reporter(self.control, lambda: slot.beat(limits.load_bound_s))
 
     def run(self, main: Callable[[StageProcess], None]) -> int:
         try:
@@ -133,7 +134,7 @@ class StageProcess:
     def build(self, factory: Callable[..., Any], *args: object) -> Any:
         """Calls a factory. Raises BuildError with what the operator should read."""
         try:
-            return factory(args[0], self._report, *args[1:])
+            return factory(args[0], self.report, *args[1:])
         except MemoryError as cause:
             raise BuildError("there is not enough memory for the model") from cause
         except (LoadError, ValueError) as cause:
@@ -162,10 +163,13 @@ def run_language(
     link: socket.socket | None,
     region: mmap.mmap | None,
 ) -> None:
-    remote = RemoteVisionLink(link, child.codec) if link is not None else None
+    slot = child.board["language"]
+    remote = RemoteVisionLink(link, child.codec, slot) if link is not None else None
     threads = child.threads("vision" if remote else None, plan.options.threads)
     threads.settle()
     engine = child.build(child.built.language, plan, remote, region)
+    if plan.options.calibrate and engine.calibration is None:
+        calibrate_before_serving(engine, child.report, threads.settle)
     child.control.send(Ready(engine.info))
     LanguageLoop(
         engine,
@@ -173,7 +177,7 @@ def run_language(
         client=Wire(client, child.codec),
         control=child.control,
         link=remote,
-        slot=child.board["language"],
+        slot=slot,
         threads=threads,
         limits=child.start.supervision,
     ).run()
@@ -184,14 +188,7 @@ def run_vision(
 ) -> None:
     threads = child.threads("language", plan.options.threads)
     threads.settle()
-    slot, limits = child.board["vision"], child.start.supervision
-
-    def between_layers() -> None:
-        # A large picture may take many minutes on a CPU, but no layer of it does.
-        slot.beat(limits.step_floor_s)
-        threads.settle()
-
-    worker = child.build(child.built.vision, plan, region, between_layers)
+    worker = child.build(child.built.vision, plan, region)
     child.control.send(Ready())
     VisionLoop(
         worker,

@@ -23,7 +23,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from chunked_prefill.calibration_file import Calibration, CalibrationProgress
 from chunked_prefill.request import Request
+from chunked_prefill.settings import SchedulingSettings
 from lm_engine.client import EngineStats, EngineStatus, MediaItem
 from lm_engine.kv_log import KVEventLog
 from lm_engine.options import EngineOptions
@@ -32,7 +34,11 @@ from lm_engine.process.board import Board
 from lm_engine.process.messages import (
     Abort,
     Ask,
+    Calibrate,
+    Calibrated,
     Channel,
+    Configure,
+    Configured,
     Factories,
     Foreseen,
     Report,
@@ -46,11 +52,14 @@ from lm_engine.process.messages import (
 )
 from lm_engine.process.signals import held
 from lm_engine.process.wire import Codec, Control, Wire, WireError, control_pair
+from lm_engine.reconfiguration import SchedulingState
 
 _MAX_UNSENT_BYTES = 1 << 20
 """Request bytes waiting for the language stage above which submitters wait."""
 _LARGE_BYTES = 1 << 16
 
+
+CalibrationNews = CalibrationProgress | Calibration | RequestError
 
 RESTARTING = RequestError(
     "internal", "the model's process stopped while it served this request; please send it again"
@@ -103,6 +112,10 @@ class ProcessEngineClient:
         self._streams: dict[str, _Stream] = {}
         self._aborting: set[str] = set()
         self._questions: dict[str, asyncio.Future[Estimate | RequestError]] = {}
+        self._configuring: deque[asyncio.Future[SchedulingState | RequestError]] = deque()
+        """Who waits for a Configured, in order."""
+        self._calibrating: asyncio.Queue[CalibrationNews] | None = None
+        """To whoever asked for a calibration."""
         self._all_done = asyncio.Event()
         self._all_done.set()
         self._draining = False
@@ -194,6 +207,38 @@ class ProcessEngineClient:
         finally:
             self._questions.pop(name, None)
 
+    async def scheduling(
+        self, change: SchedulingSettings | None = None
+    ) -> SchedulingState | RequestError:
+        """What is scheduled by, after the `change` if there is one. A language stage that is
+        started anew begins with the options again."""
+        if self._report.phase != "ready" or self._wire is None or self._wire.closed:
+            return NOT_READY
+        answer: asyncio.Future[SchedulingState | RequestError] = self._loop.create_future()
+        self._configuring.append(answer)
+        self._send(self._codec.frame(Configure(change)))
+        return await answer
+
+    async def calibrate(
+        self, seconds: float
+    ) -> AsyncIterator[CalibrationProgress | Calibration | RequestError]:
+        """How far it is, now and then; last its result, or why there is none."""
+        if self._report.phase != "ready" or self._wire is None or self._wire.closed:
+            yield NOT_READY
+            return
+        if self._calibrating is not None:
+            yield RequestError("overloaded", "a calibration is under way")
+            return
+        news = self._calibrating = asyncio.Queue[CalibrationNews]()
+        try:
+            self._send(self._codec.frame(Calibrate(seconds)))
+            item: CalibrationNews = CalibrationProgress("", 0.0, seconds)
+            while isinstance(item, CalibrationProgress):
+                item = await news.get()
+                yield item
+        finally:
+            self._calibrating = None
+
     def reset_prefix_cache(self, tenant: str) -> bool:
         """Travels behind what was submitted before and ahead of what is submitted after."""
         if self._report.phase != "ready" or self._wire is None or self._wire.closed:
@@ -251,6 +296,16 @@ class ProcessEngineClient:
         for question in self._questions.values():
             if not question.done():
                 question.set_result(error)
+        self._configured(error, len(self._configuring))
+        if self._calibrating is not None:
+            self._calibrating.put_nowait(error)
+
+    def _configured(self, found: SchedulingState | RequestError | None, count: int = 1) -> None:
+        assert found is not None
+        for _ in range(count):
+            answer = self._configuring.popleft()
+            if not answer.done():
+                answer.set_result(found)
 
     # -- the language stage's socket -------------------------------------------------------------
 
@@ -290,6 +345,12 @@ class ProcessEngineClient:
                 self._take(message)
             elif isinstance(message, Foreseen):
                 self._answer(message)
+            elif isinstance(message, Configured):
+                self._configured(message.state or message.error)
+            elif isinstance(message, Calibrated) and self._calibrating is not None:
+                news = message.result or message.error or message.progress
+                assert news is not None
+                self._calibrating.put_nowait(news)
         if wire.closed:
             self._drop_wire()
             self._fail_all(RESTARTING)

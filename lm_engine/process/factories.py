@@ -67,9 +67,7 @@ def language(
     )
 
 
-def vision(
-    plan: Plan, report: Report, region: mmap.mmap, between_layers: Callable[[], None]
-) -> VisionWorker:
+def vision(plan: Plan, report: Report, region: mmap.mmap) -> VisionWorker:
     """The vision stage, writing into `region`."""
     checkpoint = open_checkpoint(plan.options.model)
     try:
@@ -78,7 +76,6 @@ def vision(
             plan.options,
             _storage(plan, region),
             progress=lambda phase, done, total, eta_s: report(phase, done, total),
-            between_layers=between_layers,
         )
     finally:
         checkpoint.close()

@@ -13,18 +13,24 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
+from chunked_prefill.calibration_file import Calibration, CalibrationProgress
 from chunked_prefill.request import Request
+from chunked_prefill.settings import SchedulingSettings
 from kv_offload.kv_events import KVEvent
 from lm_engine.client import EngineStats, MediaItem, ModelInfo
 from lm_engine.outputs import Estimate, RequestError, RequestOutput
 from lm_engine.process.board import Slot
+from lm_engine.process.calibrating import CalibrationTurns
 from lm_engine.process.link import RemoteVisionLink
 from lm_engine.process.messages import (
     Abort,
     Ask,
+    Calibrate,
+    Configure,
+    Configured,
     Foreseen,
     Message,
     NewLink,
@@ -38,6 +44,7 @@ from lm_engine.process.messages import (
 from lm_engine.process.threads import ThreadShare
 from lm_engine.process.waiting import wait
 from lm_engine.process.wire import Codec, Control, Wire, WireError
+from lm_engine.reconfiguration import SchedulingState
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +59,7 @@ _MAX_UNSENT_BYTES = 8 << 20
 _LOOK_EVERY_S = 0.01
 """Between two looks for questions in the middle of a step: a look costs a system call."""
 _FAILED = RequestError("internal", "the engine failed while admitting this request")
+_UNCHANGED = RequestError("internal", "the engine failed while changing its settings")
 _BLIND = RequestError("internal", "the engine failed while looking ahead for this request")
 
 
@@ -67,13 +75,22 @@ class LanguageEngine(Protocol):
         self, request: Request, media: tuple[MediaItem, ...], arrived: Sequence[Request]
     ) -> Estimate | RequestError: ...
 
+    def refusal(self, request: Request, media: tuple[MediaItem, ...]) -> RequestError | None: ...
+
     def between_layers(self, call: Callable[[], None] | None) -> None: ...
 
     def abort(self, request_id: str) -> None: ...
 
     def reset_prefix_cache(self, tenant: str) -> None: ...
 
+    def scheduling(self, change: SchedulingSettings | None) -> SchedulingState | RequestError: ...
+
+    def calibrate(self, seconds: float) -> Iterator[CalibrationProgress | Calibration]: ...
+
     def take_kv_events(self) -> tuple[KVEvent, ...]: ...
+
+    @property
+    def num_requests(self) -> int: ...
 
     def has_work(self) -> bool: ...
 
@@ -131,6 +148,7 @@ class LanguageLoop:
         """What came in the middle of a step and has to wait for its end."""
         self._looked_s = 0.0
         engine.between_layers(self._answer_questions)
+        self._calibration = CalibrationTurns(engine, self._client.send)
         self._stats_at_s = 0.0
         self._stats_due = True
         self._stopping = False
@@ -187,12 +205,26 @@ class LanguageLoop:
             elif isinstance(message, Ask):
                 self._client.send(self._foresee(message))
                 continue
+            elif isinstance(message, Configure):
+                self._client.send(self._configure(message))
+                continue
+            elif isinstance(message, Calibrate):
+                self._calibration.start(message.seconds)
+                continue
             elif isinstance(message, Abort):
                 self._engine.abort(message.request_id)
                 self._aborted.append(message.request_id)
             elif isinstance(message, ResetPrefixCache):
                 self._engine.reset_prefix_cache(message.tenant)
             self._stats_due = True
+
+    def _configure(self, message: Configure) -> Configured:
+        try:
+            found = self._engine.scheduling(message.settings)
+        except Exception:
+            logger.exception("the scheduling settings could not be changed")
+            return Configured(error=_UNCHANGED)
+        return Configured(error=found) if isinstance(found, RequestError) else Configured(found)
 
     def _add(self, message: Submit) -> list[RequestOutput]:
         try:
@@ -206,7 +238,9 @@ class LanguageLoop:
         return [RequestOutput(message.request_id, finished=True, error=_FAILED)]
 
     def _answer_questions(self) -> None:
-        """In the middle of a step: answers what can be answered, keeps the rest for later."""
+        """In the middle of a step: takes the threads that there are, answers what can be answered,
+        keeps the rest for later."""
+        self._threads.settle()
         now = time.monotonic()
         if now - self._looked_s < _LOOK_EVERY_S:
             return
@@ -214,8 +248,24 @@ class LanguageLoop:
         for message in self._client.receive():
             if isinstance(message, Ask):
                 self._client.send(self._foresee(message))
-            else:
+            elif not self._refuses(message):
                 self._held.append(message)
+
+    def _refuses(self, message: Message) -> bool:
+        """Tells who sent what can never be served, without waiting for the end of the step."""
+        if not isinstance(message, Submit):
+            return False
+        try:
+            submission = self._codec.unpack(Submission, message.body)
+            error = self._engine.refusal(submission.request, submission.media)
+        except Exception:
+            # It comes again, and is told, when the request is added.
+            return False
+        if error is None:
+            return False
+        told = RequestOutput(message.request_id, finished=True, error=error)
+        self._client.send(StepEvents((told,)))
+        return True
 
     def _foresee(self, message: Ask) -> Foreseen:
         try:
@@ -240,6 +290,12 @@ class LanguageLoop:
         """One step if there is work. Returns how long to wait for news before the next, seconds."""
         if self._link is not None:
             self._link.pump()
+        if self._calibration.running:
+            self._slot.beat(self._bound.bound_s)
+            self._slot.busy = False  # the vision stage may be what is measured
+            self._threads.settle()
+            self._calibration.advance()
+            return 0.0
         if not self._engine.has_work() or self._client.unsent_bytes > _MAX_UNSENT_BYTES:
             return 0.0 if self._outputs or self._aborted else IDLE_WAKE_S
         before = _work_done(self._engine.stats())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 
+from lm_engine.process.board import Slot
 from lm_engine.process.messages import CancelJob, Replies
 from lm_engine.process.wire import Codec, Wire
 from vision_encoder.link import EncodeJob, EncodeResult
@@ -20,8 +21,10 @@ class RemoteVisionLink:
     everything that is in flight again, under a new epoch of the arena.
     """
 
-    def __init__(self, sock: socket.socket, codec: Codec) -> None:
+    def __init__(self, sock: socket.socket, codec: Codec, slot: Slot) -> None:
+        """`slot`: of the language stage's own signs of life."""
         self._codec = codec
+        self._slot = slot
         self._wire = Wire(sock, codec)
         self._outstanding: set[tuple[bytes, int]] = set()
         self._results: list[EncodeResult] = []
@@ -32,6 +35,10 @@ class RemoteVisionLink:
 
     def cancel(self, key: bytes, epoch: int) -> None:
         self._wire.send(CancelJob(key, epoch))
+
+    def allow(self, seconds: float) -> None:
+        """The other process may compute or not; how long is for its own units of work to say."""
+        self._slot.alone = seconds <= 0
 
     def poll(self) -> list[EncodeResult]:
         self.pump()

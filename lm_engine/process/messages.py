@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from chunked_prefill.calibration_file import Calibration, CalibrationProgress
 from chunked_prefill.request import Request
+from chunked_prefill.settings import SchedulingSettings
 from kv_offload.kv_events import KVEvent
 from lm_engine.client import EngineStats, MediaItem, ModelInfo, Phase
 from lm_engine.options import EngineOptions
 from lm_engine.outputs import Estimate, RequestError, RequestOutput
+from lm_engine.reconfiguration import SchedulingState
 from vision_encoder.link import EncodeJob, EncodeResult
 
 
@@ -27,7 +30,7 @@ class Factories:
     language: str = "lm_engine.process.factories:language"
     """(Plan, report, VisionLink | None, mmap | None) -> LanguageEngine."""
     vision: str = "lm_engine.process.factories:vision"
-    """(Plan, report, mmap, between_layers) -> VisionWorker."""
+    """(Plan, report, mmap) -> VisionWorker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,37 @@ class Foreseen:
     estimate: Estimate | None = None
     error: RequestError | None = None
     """Why there is no estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """Schedule by these `settings` from the next step on, or say by what; answered by Configured,
+    in order."""
+
+    settings: SchedulingSettings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    state: SchedulingState | None = None
+    error: RequestError | None = None
+    """Why nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrate:
+    """Measure how long steps take, for about so many `seconds`, while nobody is served; answered by
+    some Calibrated, the last of which has a result or an error. A request that comes meanwhile ends
+    it."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    progress: CalibrationProgress | None = None
+    result: Calibration | None = None
+    error: RequestError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +270,10 @@ Message = (
     | ResetPrefixCache
     | Ask
     | Foreseen
+    | Configure
+    | Configured
+    | Calibrate
+    | Calibrated
 )
 KINDS: tuple[type[Message], ...] = (
     Submit,
@@ -256,5 +294,9 @@ KINDS: tuple[type[Message], ...] = (
     ResetPrefixCache,
     Ask,
     Foreseen,
+    Configure,
+    Configured,
+    Calibrate,
+    Calibrated,
 )
 """A message's place here is its number on the wire; both ends are the same release."""

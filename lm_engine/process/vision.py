@@ -4,6 +4,8 @@ Owns: the loop around a VisionStage, its waiting, its signs of life, and the not
 hand. Does not own: the work (vision_encoder/stage.py), or what happens when this process ends.
 
 New jobs are read between any two units of work, so that an image that is needed sooner goes first.
+Between them it also rests for as long as the language stage wants all cores, and settles its number
+of threads. A large picture may take many minutes on a CPU, but no unit of it does.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from lm_engine.process.wire import Codec, Control, Wire
 from vision_encoder.link import EncodeJob, EncodeResult
 
 _PATIENCE_S = 0.02
+_REST_WAKE_S = 0.004
+"""Between two looks whether the language stage still wants all cores."""
 
 
 class VisionWorker(Protocol):
@@ -61,6 +65,7 @@ class VisionLoop:
         self._control = control
         self._board = board
         self._slot = board["vision"]
+        self._language = board["language"]
         self._threads = threads
         self._limits = limits
         self._bound = StepBound(limits)
@@ -70,11 +75,13 @@ class VisionLoop:
 
     def run(self) -> None:
         while not self._stopping:
-            rest_s = 0.0 if self._worker.busy() else IDLE_WAKE_S
+            rest_s = IDLE_WAKE_S
+            if self._worker.busy():
+                rest_s = _REST_WAKE_S if self._language.alone else 0.0
             wait((self._link,), self._control, self._slot, rest_s, self._limits.idle_bound_s)
             self._take_control()
             self._take_jobs()
-            if self._worker.busy():
+            if self._worker.busy() and not self._language.alone:
                 self._work()
 
     def _take_control(self) -> None:

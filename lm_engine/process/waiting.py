@@ -21,7 +21,8 @@ def wait(
     bound_s: float,
 ) -> None:
     """Returns when one of the ends or `control` can be read, when an end takes what is queued for
-    it, or after `timeout_s`. A stage that may sleep is not busy, and shows life within `bound_s`.
+    it, or after `timeout_s`. A stage that may sleep is not busy, leaves the cores to its neighbour,
+    and shows life within `bound_s`.
     """
     readers: list[Wire | Control | RemoteVisionLink] = [control]
     writers: list[Wire | RemoteVisionLink] = []
@@ -31,6 +32,6 @@ def wait(
             if end.unsent_bytes:
                 writers.append(end)
     if timeout_s:
-        slot.busy = False
+        slot.busy = slot.alone = False
         slot.beat(bound_s)
     select.select(readers, writers, [], timeout_s)

@@ -23,7 +23,10 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from chunked_prefill.calibration_file import Calibration, CalibrationProgress
 from chunked_prefill.request import Request
+from chunked_prefill.settings import SchedulingSettings, SettingsError
+from chunked_prefill.step_time import StepTimeModel
 from lm_engine.client import EngineStats, EngineStatus, MediaItem, ModelInfo
 from lm_engine.kv_log import KVEventLog
 from lm_engine.outputs import (
@@ -36,7 +39,9 @@ from lm_engine.outputs import (
     TokenLogprob,
     Usage,
 )
+from lm_engine.reconfiguration import SchedulingState
 
+MODEL = StepTimeModel(0.01, 0.0, 1e-4, 0.0, 0.0)
 INFO = ModelInfo(
     name="tiny",
     max_model_len=2048,
@@ -93,6 +98,10 @@ class FakeEngine:
     """What every question gets, and every request that wants to be told."""
     asked: list[Seen] = field(default_factory=list)
     kv_log: KVEventLog | None = None
+    calibration: Calibration | None = None
+    settings: SchedulingSettings = field(
+        default_factory=lambda: SchedulingSettings(max_num_seqs=8, max_num_batched_tokens=256)
+    )
 
     def status(self) -> EngineStatus:
         stats = replace(self.current.stats or EngineStats(), num_running=self.running)
@@ -103,6 +112,29 @@ class FakeEngine:
     ) -> Estimate | RequestError:
         self.asked.append(Seen(request, media, ()))
         return self.foreseen
+
+    async def scheduling(
+        self, change: SchedulingSettings | None = None
+    ) -> SchedulingState | RequestError:
+        if change is not None:
+            try:
+                change.check(max_num_seqs=8, max_num_batched_tokens=256)
+            except SettingsError as error:
+                return RequestError("invalid", str(error), error.name)
+            self.settings = change
+        return SchedulingState(
+            self.settings, 8, 256, 256, 16, True, MODEL, 1.0, 99, calibration=self.calibration
+        )
+
+    async def calibrate(
+        self, seconds: float
+    ) -> AsyncIterator[CalibrationProgress | Calibration | RequestError]:
+        yield CalibrationProgress("steps", 0.5, seconds)
+        if self.running:
+            yield RequestError("overloaded", "requests run; calibrate an idle server")
+            return
+        self.calibration = Calibration(MODEL, (0.9, 1.0, 1.1), 0.01, 40, seconds)
+        yield self.calibration
 
     def reset_prefix_cache(self, tenant: str) -> bool:
         self.resets.append(tenant)

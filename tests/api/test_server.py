@@ -221,6 +221,9 @@ async def test_metrics_have_vllms_names(client: ClientFactory) -> None:
         kv_blocks_used=5,
         preemptions=3,
         iteration_tokens=Histogram((8.0, 64.0), (1, 2, 3), 700.0),
+        step_ratio=Histogram((0.9, 1.1), (1, 4, 2), 7.25),
+        predicted_s=1.5,
+        measured_s=1.75,
     )
     engine.current = replace(engine.current, stats=stats)
     http = await client(engine)
@@ -247,6 +250,10 @@ async def test_metrics_have_vllms_names(client: ClientFactory) -> None:
     assert 'vllm:num_preemptions_total{model_name="tiny"} 3.0' in text
     assert 'iteration_tokens_total_bucket{le="64.0",model_name="tiny"} 3.0' in text
     assert 'iteration_tokens_total_bucket{le="+Inf",model_name="tiny"} 6.0' in text
+    assert 'vllm:step_time_ratio_bucket{le="1.1",model_name="tiny"} 5.0' in text
+    assert 'vllm:step_time_ratio_sum{model_name="tiny"} 7.25' in text
+    assert 'vllm:step_seconds_predicted_total{model_name="tiny"} 1.5' in text
+    assert 'vllm:step_seconds_measured_total{model_name="tiny"} 1.75' in text
     assert 'finished_reason="stop",model_name="tiny"} 2.0' in text
     http = await client(FakeEngine(), metrics_prefix="longlens_")
     assert "longlens_num_requests_running" in (await http.get("/metrics")).text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ import pytest
 from chunked_prefill.budget import TimeBudget, TokenBudget
 from chunked_prefill.policy import Deadline, TtftPromise
 from chunked_prefill.record import Recording, recorded, request_as_json, request_of_json
-from chunked_prefill.record_replay import about, as_trace, replay, step_seconds
+from chunked_prefill.record_replay import about, as_trace, main, replay, step_seconds
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
-from chunked_prefill.scheduler import Scheduler
+from chunked_prefill.scheduler import Scheduler, StepPlan
 from chunked_prefill.sequence import Sequence
+from chunked_prefill.settings import SchedulingSettings, build
 from chunked_prefill.simulator import Simulator, VirtualClock
 from chunked_prefill.simulator_executor import GivenExecutor, ModelExecutor
 from chunked_prefill.step_time import StepTimeEstimator, StepTimeModel
@@ -53,9 +55,9 @@ def _record(path: Path, *, seed: int = 0) -> list[TraceRequest]:
         for i in range(40)
     ]
     clock = VirtualClock()
-    with Recording(path, {"what": "a test"}) as recording:
-        scheduler = recorded(_build(clock), recording)
-        executor = ModelExecutor(MODEL.predict_s, (0.5, 1.0, 3.0), factor=2.0, seed=seed)
+    scheduler = recorded(_build(clock), path, {"what": "a test"})
+    executor = ModelExecutor(MODEL.predict_s, (0.5, 1.0, 3.0), factor=2.0, seed=seed)
+    with scheduler.recording:
         Simulator(scheduler, clock, executor).run(trace)
     return trace
 
@@ -165,8 +167,7 @@ def test_a_live_engines_decisions_come_out_again(
     rng = random.Random(3)
     engine = lab.engine(block_size=4, blocks=56, seats=8)
     aborted: set[str] = set()
-    with Recording(path) as recording:
-        engine.scheduler = recorded(scheduler(engine), recording)
+    with recorded(scheduler(engine), path, {}).recording:
         todo = list(range(30))
         for step in range(4000):
             if todo and rng.random() < 0.6:
@@ -204,6 +205,101 @@ def test_a_live_engines_decisions_come_out_again(
     assert any(line.get("preempted") for line in lines)
 
 
+# -- a file that says of what its scheduler was made ---------------------------------------------
+
+
+SETTINGS = SchedulingSettings(
+    policy="deadline",
+    ttft_slo_s=0.1,
+    tpot_slo_s=0.03,
+    step_share=(0.4, 0.8),
+    max_num_seqs=8,
+    max_num_batched_tokens=128,
+)
+
+
+def _record_settings(path: Path) -> None:
+    """With settings that change on the way."""
+    clock = VirtualClock()
+    kv = KVManager(90, 8, prefix_caching=True)
+    scheduler = recorded(build(SETTINGS, kv, StepTimeEstimator(MODEL), clock=clock), path)
+    simulator = Simulator(scheduler, clock, ModelExecutor(MODEL.predict_s, (0.7, 1.4)))
+
+    def change(plan: StepPlan, now_s: float) -> None:
+        if plan.step == 100:
+            new = replace(SETTINGS, policy="fcfs", tpot_slo_s=0.0, max_num_seqs=5)
+            scheduler.reconfigure(new)
+
+    simulator.on_step = change
+    simulator.run(TraceRequest(i * 0.015, 10 + 13 * (i % 17), 1 + i % 23) for i in range(120))
+    scheduler.kv.close()
+    assert scheduler.step > 200
+
+
+def test_a_recording_says_of_what_its_scheduler_was_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    _record_settings(path)
+    done = replay(path)
+    assert done.differences == ()
+    assert main([str(path)]) == 0
+    assert capsys.readouterr().out == f"100 % of {done.decisions} decisions came out again\n"
+    assert path.stat().st_mode & 0o777 == 0o600, "prompts can be read from their ids"
+
+
+def test_the_first_other_decision_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    _record_settings(path)
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    number = next(i for i, line in enumerate(lines) if len(line.get("chunks", ())) > 2)
+    lines[number]["chunks"][1][2] += 1
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = sum(line["do"] == "schedule" for line in lines[:number])
+    assert main([str(path)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"after {before} equal decisions, line {number + 1}: recorded ")
+    path.write_text('{"do":"begin","form":2,"about":{"settings":{}}}\n')
+    assert main([str(path)]) == 2
+    assert "line 1: it does not say of what its scheduler was made" in capsys.readouterr().err
+    assert main([str(tmp_path / "none")]) == main([]) == 2
+
+
+def test_a_killed_process_leaves_what_it_did(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    _record_settings(path)
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
+    half = replay(path)
+    path.write_text(text)
+    assert half.differences == ()
+    assert 20 < half.decisions < replay(path).decisions
+
+
+def test_a_recording_never_writes_over_another(tmp_path: Path) -> None:
+    for name in ("run.jsonl", "run.2.jsonl", "run.3.jsonl"):
+        with Recording(tmp_path / "run.jsonl") as recording:
+            assert recording.path == tmp_path / name
+    with pytest.raises(FileNotFoundError):
+        Recording(tmp_path / "none" / "run.jsonl")
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    recording = Recording.__new__(Recording)
+    recording.path, recording.num_lines = Path("/dev/full"), 0
+    recording._file = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115
+    for _ in range(3):
+        recording.write({"do": "commit"})
+    assert recording.num_lines == 0
+    assert caplog.text.count("ends after 0 lines: [Errno 28]") == 1
+
+
 # -- faults -------------------------------------------------------------------------------------
 
 
@@ -211,18 +307,20 @@ def test_a_live_engines_decisions_come_out_again(
     ("text", "line", "says"),
     [
         ("", 1, "the recording is empty"),
-        ('{"do":"add"}\n', 1, "it does not begin a recording of form 1"),
-        ('{"do":"begin","form":2}\n', 1, "it does not begin a recording of form 1"),
-        ('{"do":"begin","form":1}\nx\n', 2, "it is not JSON"),
-        ('{"do":"begin","form":1}\n[]\n', 2, 'it is no object with "do"'),
-        ('{"do":"begin","form":1}\n{"do":"dance"}\n', 2, "'dance' cannot be followed"),
-        ('{"do":"begin","form":1}\n{"do":"finish","seq":4}\n', 2, "'finish' cannot be followed"),
-        ('{"do":"begin","form":1}\n{"do":"commit"}\n', 2, "nothing was scheduled"),
+        ('{"do":"add"}\n', 1, "it does not begin a recording of form 2"),
+        ('{"do":"begin","form":1}\n', 1, "it does not begin a recording of form 2"),
+        ('{"do":"begin","form":2}\nx\n', 2, "it is not JSON"),
+        ('{"do":"begin","form":2}\n[]\n', 2, "it is [], expected a JSON object"),
+        ('{"do":"begin","form":2}\n{}\n', 2, 'it is no object with "do"'),
+        ('{"do":"begin","form":2}\n\udcff\n', 2, "'utf-8' codec can't decode"),
+        ('{"do":"begin","form":2}\n{"do":"dance"}\n', 2, "'dance' cannot be followed"),
+        ('{"do":"begin","form":2}\n{"do":"finish","seq":4}\n', 2, "'finish' cannot be followed"),
+        ('{"do":"begin","form":2}\n{"do":"commit"}\n', 2, "nothing was scheduled"),
     ],
 )
 def test_a_broken_recording_names_the_line(tmp_path: Path, text: str, line: int, says: str) -> None:
     path = tmp_path / "run.jsonl"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(TraceError) as caught:
         replay(path, _build)
     assert caught.value.line == line
@@ -232,11 +330,9 @@ def test_a_broken_recording_names_the_line(tmp_path: Path, text: str, line: int,
 def test_a_recording_begins_at_the_beginning(tmp_path: Path) -> None:
     scheduler = _build(VirtualClock())
     scheduler.add(Sequence(Request("a", (1, 2), SamplingParams(1)), 0, 0))
-    with (
-        Recording(tmp_path / "run.jsonl") as recording,
-        pytest.raises(ValueError, match="has done"),
-    ):
-        recorded(scheduler, recording)
+    with pytest.raises(ValueError, match="has done nothing yet; this one is at step 0"):
+        recorded(scheduler, tmp_path / "run.jsonl", {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_request_comes_back_as_far_as_a_scheduler_reads_it() -> None:

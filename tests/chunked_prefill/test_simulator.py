@@ -6,6 +6,7 @@ import json
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from chunked_prefill.budget import Budget, TimeBudget, TokenBudget
+from chunked_prefill.encode_time import EncodeTimeModel
 from chunked_prefill.goodput import Promise, Report
 from chunked_prefill.policy import Deadline, Fcfs, TtftPromise
 from chunked_prefill.scheduler import Scheduler, StepPlan
@@ -33,7 +35,7 @@ MODEL = StepTimeModel(
     decode_context_s=2e-7,
     pair_s=1e-7,
 )
-IMAGES = GridImages(pixels=32, image_s=0.05, token_s=0.001)
+IMAGES = GridImages(EncodeTimeModel(image_s=0.05, patch_s=0.00025), pixels=32)
 TRACES = os.environ.get("LONGLENS_TRACES")
 """Folder with the public traces, which the project does not contain."""
 
@@ -195,6 +197,57 @@ def test_a_pool_that_only_counts_refuses_what_a_pool_refuses() -> None:
     pool.check_invariants()
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_decodes_taken_many_at_a_time_are_those_taken_one_by_one(seed: int) -> None:
+    """Who sees every plan gets every step from the scheduler; otherwise most are not asked for."""
+
+    def run(every_plan: bool) -> tuple[object, int]:
+        rng = random.Random(seed)
+        spec = (
+            f"chat:rate={rng.choice((1, 4, 9))},input=120,output=60,long=0.05x900-1500,"
+            "shared=40x3,duration=12+chat:rate=1,input=30,output=90,priority=1,duration=12"
+        )
+        estimator = StepTimeEstimator(MODEL)
+        server = Server(
+            blocks=rng.choice((110, 200, 2000)),
+            block_size=rng.choice((4, 16)),
+            seats=rng.choice((3, 24)),
+            budget=rng.choice((TokenBudget(12), TimeBudget(256, 0.04, estimator))),
+            caching=rng.random() < 0.7,
+        )
+        executor = ModelExecutor(MODEL.predict_s, (0.8, 1.0, 1.4), seed=seed)
+        delays = Delays(0.003, rng.choice((0.0, 0.002)), 0.001)
+        scheduled = 0
+        plain = server.scheduler.schedule
+
+        def schedule() -> StepPlan:
+            nonlocal scheduled
+            scheduled += 1
+            return plain()
+
+        server.scheduler.schedule = schedule  # type: ignore[method-assign]
+        simulator = server.simulator(
+            executor=executor, delays=delays, on_step=server.see if every_plan else None
+        )
+        outcome = simulator.run(synthesize(spec, seed), until_s=rng.choice((9.0, inf)))
+        server.scheduler.check_invariants()
+        answers = [
+            replace(a, times=replace(a.times, delivered_s=list(a.times.delivered_s)))
+            for a in outcome.answers
+        ]
+        state = (estimator.model, estimator.guard, server.scheduler.kv.cache.num_blocks)
+        return (
+            replace(outcome, answers=answers, step_s=round(outcome.step_s, 9)),
+            state,
+            server.scheduler.step,
+        ), scheduled
+
+    one_by_one, all_steps = run(True)
+    at_once, asked = run(False)
+    assert at_once == one_by_one
+    assert asked < all_steps
+
+
 # -- time ---------------------------------------------------------------------------------------
 
 
@@ -289,19 +342,18 @@ def test_without_text_ahead_an_image_is_waited_for() -> None:
     assert answer.image_s == pytest.approx(first_encode_s + max(0.0, second_encode_s - first_s))
 
 
-def test_one_process_encodes_between_steps() -> None:
+@pytest.mark.parametrize("own_process", [True, False])
+def test_an_image_is_encoded_without_breaking_a_stream(own_process: bool) -> None:
+    """Beside steps, or between them for as long as the scheduler grants."""
     trace = [TraceRequest(0.0, 50, 60), TraceRequest(0.1, 20, 2, images=((640, 640),))]
     encode_s = IMAGES([(640, 640)])[0].encode_s
-    quanta = VisionStage(own_process=False, quantum_s=0.02)
-
-    def gap_s(vision: VisionStage) -> float:
-        outcome = Server(budget=TokenBudget(32)).run(trace, vision=vision)
-        return max(t.max_gap_s for t in outcome.times if t.request_id == "0")
-
-    assert gap_s(VisionStage(own_process=False)) > encode_s
-    assert gap_s(VisionStage()) < 0.05
-    assert gap_s(quanta) < 0.05
-    assert quanta.busy_s == pytest.approx(encode_s)
+    vision = VisionStage(own_process=own_process, slowdown=1.5)
+    server = Server(budget=TimeBudget(32, 0.03, StepTimeEstimator(MODEL)))
+    stream, seeing = sorted(server.run(trace, vision=vision).times, key=lambda t: t.arrival_s)
+    assert encode_s > 10 * 0.03
+    assert stream.max_gap_s < 1.2 * 0.03
+    assert vision.busy_s == pytest.approx(encode_s)
+    assert encode_s < seeing.ttft_s < 3 * encode_s
 
 
 def test_stages_that_share_a_machine_slow_each_other_down() -> None:
@@ -324,7 +376,7 @@ def test_an_image_under_a_prefix_hit_is_not_encoded_again() -> None:
 
 
 def test_more_pixels_are_more_tokens_up_to_a_limit() -> None:
-    grid = GridImages(pixels=28, fewest=4, most=100)
+    grid = GridImages(EncodeTimeModel(), pixels=28, fewest=4, most=100)
     tokens = [cost.tokens for cost in grid([(28, 28), (280, 140), (280, 280), (2800, 2800)])]
     assert tokens == [4, 50, 100, 100]
 
@@ -413,13 +465,13 @@ def test_an_engine_on_the_same_arrivals_and_times_decides_the_same(
         TraceRequest(
             i * 0.02,
             len(ids),
-            rng.randint(1, 30),
+            rng.randint(1, 60),
             token_ids=tuple(ids),
         )
         for i in range(24)
         for ids in [
             (opening if i % 3 else [])
-            + [rng.randrange(3, vocabulary) for _ in range(rng.randint(1, 60))]
+            + [rng.randrange(3, vocabulary) for _ in range(rng.randint(1, 30))]
         ]
     ]
     seconds = [rng.uniform(0.005, 0.06) for _ in range(5000)]
@@ -468,7 +520,7 @@ def test_an_engine_on_the_same_arrivals_and_times_decides_the_same(
 
 
 def test_more_steps_than_times_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no time was given for step 3"):
+    with pytest.raises(ValueError, match="2 steps were given a time, and there are more"):
         Server().run([TraceRequest(0.0, 5, 9)], executor=GivenExecutor([0.1, 0.1]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunked_prefill.budget import Budget, TimeBudget, TokenBudget
+from chunked_prefill.least_squares import non_negative_least_squares
 from chunked_prefill.share_control import ShareControl
 from chunked_prefill.spending import Spending
 from chunked_prefill.step_time import (
     StepLoad,
     StepTimeEstimator,
     StepTimeModel,
-    non_negative_least_squares,
+    fit,
     prior_model,
 )
 
@@ -26,7 +28,7 @@ PRIOR = prior_model(linear_flops_per_token=2.1e8, attention_flops_per_pair=7e4, 
 
 def test_loads_count_decodes_and_pairs() -> None:
     load = StepLoad.of([(99, 1), (9, 1), (100, 50), (0, 4)])
-    assert load == StepLoad(56, 4, 110, 50 * 125 + 4 * 2)
+    assert load == StepLoad(56, 4, 110, 50 * 125 + 4 * 2, 100)
     assert load.kind == "mixed"
     assert StepLoad.of([(5, 1)]).kind == "decode"
     assert StepLoad.of([(0, 3)]).kind == "prefill"
@@ -120,6 +122,153 @@ def test_non_negative_least_squares_is_optimal(seed: int) -> None:
     assert (x >= 0).all()
     assert (gradient >= -1e-6).all()
     assert np.abs(gradient[x > 0]).max(initial=0) < 1e-6
+
+
+# -- knees, reads of context, bias ----------------------------------------------------------------
+
+KNEED = StepTimeModel(0.02, 0.0004, 0.0009, 1.5e-6, 2.4e-7, 3e-6, 0.0003, 24)
+
+
+@pytest.mark.parametrize("model", [KNEED, replace(KNEED, few_token_s=0.003)])
+@given(
+    depth=st.integers(0, 100_000),
+    decodes=st.lists(st.integers(0, 8000), max_size=40),
+    limit_s=st.floats(0.001, 3),
+)
+def test_the_longest_chunk_is_the_longest_on_both_sides_of_the_knee(
+    model: StepTimeModel, depth: int, decodes: list[int], limit_s: float
+) -> None:
+    chunks = [(context, 1) for context in decodes]
+    length = model.longest_chunk(depth, StepLoad.of(chunks), limit_s)
+
+    def time_with(extra: int) -> float:
+        return model.predict_s(StepLoad.of([*chunks, (depth, extra)]))
+
+    if length >= 2:
+        assert time_with(length) <= limit_s + 1e-9
+    assert time_with(max(2, length + 1)) > limit_s - 1e-9
+
+
+@given(st.integers(0, 5000), st.integers(1, 3000), st.integers(2, 700))
+def test_a_prompt_alone_takes_the_sum_of_its_steps(start: int, tokens: int, chunk: int) -> None:
+    steps = [(at, min(chunk, start + tokens - at)) for at in range(start, start + tokens, chunk)]
+    if steps[-1][1] == 1:
+        return  # priced as a decode
+    expected = sum(KNEED.predict_s(StepLoad.of([step])) for step in steps)
+    assert KNEED.prefill_s(start, start + tokens, chunk) == pytest.approx(expected)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 900)), min_size=1, max_size=20))
+def test_a_scaled_model_scales_every_step(chunks: list[tuple[int, int]]) -> None:
+    load = StepLoad.of(chunks)
+    assert KNEED.scaled(1.7).predict_s(load) == pytest.approx(1.7 * KNEED.predict_s(load))
+
+
+@pytest.mark.parametrize("truth", [TRUTH, KNEED], ids=["straight", "with a knee"])
+def test_a_fit_finds_the_model_that_made_the_times(truth: StepTimeModel) -> None:
+    rng = random.Random(3)
+    loads = [load for load in random_steps(rng, 150) for _ in range(3)]
+    seconds = [truth.predict_s(load) * rng.uniform(0.96, 1.04) for load in loads]
+    for hiccup in range(0, len(seconds), 30):
+        seconds[hiccup] *= 3
+    found = fit(loads, seconds, PRIOR)
+    held_out = random_steps(rng, 100)
+    errors = [found.predict_s(x) / truth.predict_s(x) - 1 for x in held_out]
+    assert np.median(np.abs(errors)) < 0.02
+    assert np.quantile(np.abs(errors), 0.95) < 0.06
+    assert abs(np.median(errors)) < 0.02
+
+
+def test_what_no_step_says_is_the_priors_at_the_pace_that_was_measured() -> None:
+    """A machine so slow that only short chunks were run: 512 tokens are foretold nevertheless."""
+    rng = random.Random(4)
+    loads = [
+        StepLoad.of([*[(rng.randrange(50), 1)] * rng.randrange(4), (0, rng.randrange(2, 9))])
+        for _ in range(60)
+    ]
+    found = fit(loads, [3 * PRIOR.predict_s(x) * rng.uniform(0.9, 1.1) for x in loads], PRIOR)
+    long = StepLoad.of([(1000, 512)])
+    assert found.predict_s(long) == pytest.approx(3 * PRIOR.predict_s(long), rel=0.3)
+
+
+RESIDUALS = tuple(0.9 + 0.01 * i for i in range(21))
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.3])
+def test_a_bias_is_gone_after_some_steps(factor: float) -> None:
+    """A calibrated model that is 30 % off: within 48 steps by the average alone, before the fit
+    that follows could have seen what it is made of."""
+    rng = random.Random(5)
+    estimator = StepTimeEstimator(TRUTH, RESIDUALS)
+    same = [load for load in random_steps(rng, 200) if load.kind == "mixed"][:48]
+    for load in same:
+        estimator.observe(load, factor * TRUTH.predict_s(load) * rng.uniform(0.95, 1.05))
+    errors = [
+        estimator.model.predict_s(x) / (factor * TRUTH.predict_s(x)) - 1
+        for x in random_steps(rng, 100)
+    ]
+    assert abs(np.median(errors)) < 0.05
+    assert np.quantile(np.abs(errors), 0.95) < 0.12
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.3])
+def test_the_average_alone_follows_between_two_fits(factor: float) -> None:
+    estimator = StepTimeEstimator(TRUTH, RESIDUALS)
+    load = StepLoad.of([(500, 1)] * 4)
+    for _ in range(7):
+        estimator.observe(load, factor * TRUTH.predict_s(load))
+    assert estimator.bias == pytest.approx(factor ** (1 - (15 / 16) ** 7))
+    assert estimator.model == TRUTH.scaled(estimator.bias)
+
+
+def test_what_was_measured_is_known_from_the_first_step() -> None:
+    estimator = StepTimeEstimator(TRUTH, RESIDUALS)
+    assert estimator.guard == pytest.approx(RESIDUALS[18])
+    load = StepLoad.of([(0, 300)])
+    estimator.observe(load, 1.2 * TRUTH.predict_s(load))
+    assert estimator.model.predict_s(load) == pytest.approx(TRUTH.predict_s(load), rel=0.02)
+
+
+def test_decodes_alone_do_not_forget_what_was_measured_of_chunks() -> None:
+    estimator = StepTimeEstimator(TRUTH, RESIDUALS)
+    rng = random.Random(2)
+    for context in range(300):
+        load = StepLoad.of([(context, 1)] * 3)
+        estimator.observe(load, TRUTH.predict_s(load) * rng.uniform(0.97, 1.03))
+    for chunk in ((0, 64), (2000, 256), (8000, 500)):
+        load = StepLoad.of([chunk])
+        assert estimator.model.predict_s(load) == pytest.approx(TRUTH.predict_s(load), rel=0.1)
+
+
+def test_a_machine_that_changed_is_learnt_anew_after_a_calibration() -> None:
+    rng = random.Random(1)
+    estimator = StepTimeEstimator(TRUTH, RESIDUALS)
+    for load in random_steps(rng, 200):
+        estimator.observe(load, 6 * TRUTH.predict_s(load))
+    for load in random_steps(rng, 20):
+        assert estimator.model.predict_s(load) == pytest.approx(6 * TRUTH.predict_s(load), rel=0.1)
+
+
+def test_a_calibration_replaces_what_was_learnt() -> None:
+    rng = random.Random(1)
+    estimator = StepTimeEstimator(PRIOR)
+    for load in random_steps(rng, 50):
+        estimator.observe(load, 3 * TRUTH.predict_s(load))
+    estimator.calibrated(KNEED, RESIDUALS)
+    assert estimator.model == KNEED
+    assert estimator.bias == 1.0
+
+
+def test_steps_are_counted_by_how_far_they_were_off() -> None:
+    estimator = StepTimeEstimator(TRUTH, RESIDUALS)
+    load = StepLoad.of([(100, 1)])
+    first_s = TRUTH.predict_s(load)
+    estimator.observe(load, 1.04 * first_s)
+    assert estimator.measured_s == pytest.approx(1.04 * first_s)
+    assert estimator.predicted_s == pytest.approx(first_s)
+    assert estimator.ratios.total == pytest.approx(1.04)
+    assert sum(estimator.ratios.counts) == 1
+    assert estimator.ratios.counts[estimator.ratios.BOUNDS.index(1.05)] == 1
 
 
 # -- budgets ------------------------------------------------------------------------------------

@@ -186,6 +186,10 @@ class TieredWorld(World):
         self.numbers = itertools.count()
         self.idle_steps = 0
         self.rows = {}
+        self.add_parts()
+
+    def add_parts(self) -> None:
+        """For worlds of more parts: those above are there."""
 
     # -- copies -------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import pytest
 from kv_offload.block_pool import BlockPool
 from kv_offload.kv_manager import BlockCopy, KVManager
 from kv_offload.radix_cache import CacheKey, RadixCache, image_id
+from vision_encoder.media import content_key
 
 SIZE = 4
 KEY = CacheKey("tenant", b"adapter", b"model", "float32", b"rope")
@@ -221,12 +222,15 @@ def test_image_ids_differ_by_key_and_row_and_from_tokens() -> None:
 
 
 def test_no_wrong_hit_in_a_hundred_thousand_pairs() -> None:
-    """Prompts that differ from a cached one in a token, an image, its rows, the tenant, the adapter
-    or not at all: what is found is the longest beginning that was computed, never more."""
+    """Prompts that differ from a cached one in a token, an image, its shape, its rows, the tenant,
+    the adapter or not at all: what is found is the longest beginning that was computed, never
+    more."""
     draw = random.Random(4)
     pool = BlockPool(4096)
     cache = RadixCache(pool, SIZE)
-    images = [draw.randbytes(32) for _ in range(6)]
+    images = [
+        content_key(data, shape, b"model") for data in (b"1", b"2") for shape in (b"8", b"4", b"2")
+    ]
     keys = [CacheKey(tenant, adapter) for tenant in ("", "a", "b") for adapter in (b"", b"a")]
 
     def change(ids: list[int], key: CacheKey) -> tuple[list[int], CacheKey]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from chunked_prefill.request import Request, SamplingParams
 from lm_engine.attention.cpu import CpuAttention
 from lm_engine.attention.native import NativeAttention
 from lm_engine.attention.staging import StagingRing
@@ -20,6 +21,7 @@ from lm_engine.native.library import NativeUnavailableError
 from tests.lm_engine.attention.staged import RandomEngine
 from tests.lm_engine.harness import (
     Lab,
+    Prompt,
     assert_same_answer,
     assert_same_distribution,
     check_idle,
@@ -166,6 +168,38 @@ def test_mates_and_samples_share_the_ring(lab: GetLab) -> None:
     for name, answer in want.items():
         for choice in range(2 if name == "twice" else 1):
             assert_same_answer(got[name], answer, choice, note=name)
+
+
+class Urgent(Prompt):
+    def request(self, request_id: str, sampling: SamplingParams, **fields: Any) -> Request:
+        return Prompt.request(self, request_id, sampling, priority=-1, **fields)
+
+
+def test_chunks_that_are_worth_their_pass_stream_less(lab: GetLab) -> None:
+    """A large prompt that has a part of each step goes on beside an urgent one, in fewer steps."""
+    tiny = lab("llama")
+    urgent = Urgent(ids(1600).token_ids)
+    jobs = {"far": (ids(1500, 3), greedy(4)), "near": (urgent, greedy(4))}
+    alone = resident(tiny)
+    want = {name: run_one(alone, *job) for name, job in jobs.items()}
+    streamed = []
+    for least in (None, 48):
+        engine = tiny.engine(
+            budget=CHUNK,
+            block_size=4,
+            blocks=340,
+            host_tokens=2 * HOST_TOKENS,
+            max_model_len=HOST_TOKENS,
+            cold_kv="stream",
+        )
+        engine.scheduler.cold_chunk = None if least is None else lambda _: 48
+        engine.scheduler.long_prompts.share = 1.0
+        got = run(engine, jobs, arrivals={"near": 18})
+        assert engine.stats().preemptions == 0
+        for name, answer in want.items():
+            assert_same_answer(got[name], answer, note=f"{name}, at least {least}")
+        streamed.append(bytes_streamed(engine))
+    assert streamed[1] < 0.8 * streamed[0]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -19,9 +19,9 @@ from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.sequence import Sequence
 from chunked_prefill.step_time import StepLoad, StepTimeEstimator, StepTimeModel
 from kv_offload.kv_manager import KVManager
-from lm_engine.estimate import Answer, ImagePace, Outlook, Prompt, Walk, too_late
+from lm_engine.estimate import Answer, Outlook, Prompt, Walk, too_late
 from lm_engine.outputs import Estimate, RequestError, RequestOutput
-from tests.lm_engine.harness import Lab, check_idle, greedy, picture
+from tests.lm_engine.harness import Lab, check_idle, evict_prefixes, greedy, picture
 
 MODEL = StepTimeModel(0.010, 0.0005, 0.0008, 2e-7, 1e-7)
 
@@ -276,19 +276,6 @@ def test_a_walk_without_any_way_on_ends() -> None:
     assert full.until_done(waits, most_steps=5) > 0
 
 
-def test_the_pace_of_images_follows_the_last_ones() -> None:
-    pace = ImagePace()
-    assert pace.seconds(100) == 0.0
-    pace.observe(100, 1.0)
-    assert pace.seconds(50) == pytest.approx(0.5)
-    for _ in range(20):
-        pace.observe(100, 3.0)
-    assert pace.seconds(100) == pytest.approx(3.0, rel=0.01)
-    pace.observe(0, 1.0)
-    pace.observe(10, 0.0)
-    assert pace.seconds(100) == pytest.approx(3.0, rel=0.01)
-
-
 def test_what_is_too_late() -> None:
     found = Estimate(10, 0, 0, 1.25, 1.0, 0.25, 3, 2, 900, True)
     request = Request("r", (1,), SamplingParams(1), ttft_s=1.0)
@@ -367,20 +354,55 @@ def test_images_that_are_being_encoded_are_foreseen(lab: Any) -> None:
     engine = tiny.engine()
     assert engine.images is not None
     prompt = tiny.prompt("see ", picture(56, 56, 1), " and say")
-    engine.images.pace.observe(1, 0.5)
-    patches = prompt.media[0].plan.num_patches
+    tiles = prompt.media[0].plan.tile_patches
+    engine.images.pace.observe(tiles, 12.0)
     found = engine.estimate(prompt.request("a", greedy(2)), prompt.media)
     assert isinstance(found, Estimate)
     assert found.image_tokens > 0
-    assert found.ttft_s >= 0.5 * patches
+    assert found.ttft_s >= 12.0
     engine.add(prompt.request("b", greedy(2)), prompt.media)
     while engine.has_work():
         engine.step()
-    seen = engine.images.pace.patch_s
-    assert seen is not None
-    assert seen < 0.5  # it was observed
+    assert engine.images.pace.seconds(tiles) < 12.0  # it was observed
     # Its rows are ready, or its KV is cached: nothing is waited for.
     again = engine.estimate(prompt.request("c", greedy(2)), prompt.media)
     assert isinstance(again, Estimate)
     assert again.ttft_s < found.ttft_s
+    check_idle(engine)
+
+
+def test_kv_that_comes_from_the_host_is_waited_for(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny: Lab = lab("llama")
+    engine = tiny.engine(budget=64, blocks=200, host_tokens=4096, max_model_len=2048)
+    tiers = engine.scheduler.kv.tiers
+    assert tiers is not None
+    rng = random.Random(0)
+    first, second = (tuple(rng.randrange(5, 60) for _ in range(600)) for _ in range(2))
+
+    def serve(ids: tuple[int, ...], name: str) -> None:
+        engine.add(Request(name, ids, greedy(2)))
+        while engine.has_work():
+            engine.step()
+
+    def foreseen(name: str) -> Estimate:
+        found = engine.estimate(Request(name, first, greedy(2)))
+        assert isinstance(found, Estimate)
+        return found
+
+    serve(first, "a")
+    serve(second, "b")
+    evict_prefixes(engine)
+    usual = foreseen("c")
+    assert usual.cached_tokens == 512
+    monkeypatch.setattr(tiers.worth, "load_s", lambda num_tokens: 0.01 * num_tokens)
+    slow = foreseen("d")
+    assert slow.cached_tokens == 512
+    assert slow.ttft_s == pytest.approx(slow.isolated_s)
+    assert slow.ttft_s - 5.12 == pytest.approx(usual.ttft_s, abs=0.5)
+    serve(first, "e")
+    on_device = foreseen("f")
+    assert on_device.cached_tokens == 599
+    assert on_device.ttft_s < 1.0
     check_idle(engine)

@@ -108,7 +108,8 @@ def test_mates_are_served_beside_it(lab: GetLab) -> None:
 
 def test_two_that_do_not_fit_together_take_turns(lab: GetLab) -> None:
     tiny = lab("llama")
-    jobs = {name: (ids(1300, seed), greedy(10)) for seed, name in enumerate("ab")}
+    jobs = {name: (ids(1400, seed), greedy(10)) for seed, name in enumerate("ab")}
+    assert DEVICE_TOKENS + HOST_TOKENS < 2 * 1410
     alone = resident(tiny)
     want = {name: run_one(alone, *job) for name, job in jobs.items()}
     engine = small_device(tiny)
@@ -173,7 +174,15 @@ def test_a_warm_beginning_is_used_as_far_as_the_device_has_room(lab: GetLab) -> 
 
 
 def test_what_no_tier_holds_is_refused_with_numbers(lab: GetLab) -> None:
+    """Before anything is computed for them; the two that are too large are told at `add`."""
     engine = small_device(lab("llama"))
+    refused = [
+        engine.add(Request("again", ids(2000).token_ids, greedy(50))),
+        engine.add(Request("choices", ids(1000).token_ids, greedy(4, n=5))),
+    ]
+    assert all(event.finished and event.error for (event,) in refused)
+    assert not engine.has_work()
+    assert engine.scheduler.step == 0
     results = run(
         engine,
         [

@@ -392,6 +392,32 @@ def test_a_restart_finds_it_on_disk(lab: GetLab, tmp_path: Path) -> None:
     engine.close()
 
 
+def test_a_prefix_of_4k_tokens_is_a_hit_after_a_restart(lab: GetLab, tmp_path: Path) -> None:
+    tiny, prefix = lab("llama_long"), ids(4096).token_ids
+
+    def started() -> Engine:
+        return tiny.engine(
+            budget=512,
+            block_size=16,
+            blocks=320,
+            host_tokens=4096,
+            max_model_len=5000,
+            disk=tmp_path,
+        )
+
+    first = started()
+    run_one(first, Prompt((*prefix, *ids(30, 1).token_ids)), greedy(1), poison=False)
+    first.close()
+    engine = started()
+    asked = Prompt((*prefix, *ids(50, 2).token_ids))
+    got = run_one(engine, asked, greedy(NEW_TOKENS), poison=False)
+    assert cached(got) == 4096
+    assert sources(engine) == (0, 0, 4096, 50)
+    alone = tiny.engine(budget=512, block_size=16, blocks=320, max_model_len=5000, caching=False)
+    assert_same_answer(got, run_one(alone, asked, greedy(NEW_TOKENS), poison=False))
+    engine.close()
+
+
 def test_a_large_context_is_fetched_from_disk_and_used_where_it_lies(
     lab: GetLab, tmp_path: Path
 ) -> None:

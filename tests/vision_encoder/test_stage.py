@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from vision_encoder.link import EncodeJob, EncodeResult
 from vision_encoder.plan import ImagePlan
-from vision_encoder.stage import BYTES_GONE, CANCELLED, INTERNAL, UnreadableImageError, VisionStage
+from vision_encoder.stage import (
+    BYTES_GONE,
+    CANCELLED,
+    INTERNAL,
+    Pass,
+    UnreadableImageError,
+    VisionStage,
+)
 
 
 def plan(rows: int) -> ImagePlan:
@@ -32,7 +40,8 @@ def job(
 class Tower:
     """Encodes an image as rows of its first byte's value + row number; records each pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 0) -> None:
+        self.layers = layers
         self.prepared: list[bytes] = []
         self.passes: list[list[bytes]] = []
 
@@ -44,8 +53,10 @@ class Tower:
             raise RuntimeError("secret /usr/lib 0x7f00deadbeef")
         return data, image.num_rows
 
-    def encode(self, images: Sequence[tuple[bytes, int]]) -> list[Tensor]:
+    def encode(self, images: Sequence[tuple[bytes, int]]) -> Pass:
         self.passes.append([data for data, _ in images])
+        for _ in range(self.layers):
+            yield
         if any(data.startswith(b"crash") for data, _ in images):
             raise RuntimeError("secret")
         return [self.rows(data, count) for data, count in images]
@@ -122,15 +133,15 @@ def test_a_more_urgent_job_goes_first_even_when_another_was_prepared() -> None:
     assert tower.prepared == [b"a", b"b"]
 
 
-def test_each_advance_is_one_image_or_one_pass() -> None:
-    tower = Tower()
+def test_each_advance_is_one_image_or_a_part_of_a_pass() -> None:
+    tower = Tower(layers=2)
     vision, _ = stage(tower)
     vision.submit(job(b"a", ((0, 2),)))
     vision.submit(job(b"b", ((2, 2),), (0, 1)))
     seen = []
     while vision.busy():
         seen.append((len(tower.prepared), len(tower.passes), len(vision.advance())))
-    assert seen == [(0, 0, 0), (1, 0, 0), (2, 0, 2)]
+    assert seen == [(0, 0, 0), (1, 0, 0), (2, 0, 0), (2, 1, 0), (2, 1, 2)]
 
 
 def test_equal_jobs_are_joined_and_answered_once() -> None:
@@ -251,3 +262,74 @@ def test_reset_forgets_jobs_and_writes_nothing_more() -> None:
     assert not vision.busy()
     assert vision.poll() == []
     assert storage.eq(-1.0).all()
+
+
+def test_a_stage_that_may_not_work_rests_in_the_middle_of_a_pass_and_goes_on() -> None:
+    tower = Tower(layers=3)
+    vision, _ = stage(tower)
+    vision.submit(job(b"a", ((0, 2),)))
+    vision.allow(0.0)
+    assert vision.poll() == []
+    assert not tower.prepared
+    vision.advance()
+    vision.advance()
+    assert vision.poll() == []
+    assert vision.in_hand() == [b"a"]
+    vision.allow(1.0)
+    (result,) = vision.poll()
+    assert result.error is None
+    assert len(tower.passes) == 1
+
+
+def test_a_rest_is_no_time_of_the_image() -> None:
+    """What is learnt of the stage's speed must not depend on what others do meanwhile."""
+    vision, _ = stage(Tower(layers=2))
+    vision.submit(job(b"a", ((0, 2),)))
+    vision.advance()
+    vision.advance()
+    time.sleep(0.2)
+    (result,) = drain(vision)
+    assert 0 < result.encode_s < 0.1
+
+
+def test_a_pass_that_nobody_wants_any_more_ends_at_once() -> None:
+    tower = Tower(layers=50)
+    vision, storage = stage(tower)
+    vision.submit(job(b"a", ((0, 2),)))
+    vision.submit(job(b"b", ((2, 2),), (0, 1)))
+    for _ in range(4):
+        vision.advance()
+    vision.cancel(b"a", 0)
+    assert vision.advance() == []
+    vision.cancel(b"b", 0)
+    assert {r.error for r in vision.advance()} == {CANCELLED}
+    assert not vision.busy()
+    assert storage.eq(-1.0).all()
+
+
+def test_an_image_cancelled_and_wanted_again_in_its_pass_is_encoded_once() -> None:
+    tower = Tower(layers=5)
+    vision, _ = stage(tower)
+    vision.submit(job(b"a", ((0, 2),)))
+    vision.advance()
+    vision.advance()
+    vision.cancel(b"a", 0)
+    vision.submit(job(b"a", ((0, 2),)))
+    (result,) = drain(vision)
+    assert result.error is None
+    assert len(tower.passes) == 1
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_rows_of_a_former_epoch_are_not_written_by_the_pass_under_way(forgets: bool) -> None:
+    vision, storage = stage(Tower(layers=3))
+    vision.submit(job(b"a", ((0, 2),), epoch=0))
+    vision.advance()
+    vision.advance()
+    if forgets:
+        vision.reset()
+    vision.submit(job(b"a", ((8, 2),), epoch=1))
+    (result,) = drain(vision)
+    assert (result.epoch, result.error) == (1, None)
+    assert storage[:8].eq(-1.0).all()
+    assert storage[8:10, 0, 0].tolist() == [97, 98]

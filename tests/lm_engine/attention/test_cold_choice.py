@@ -127,8 +127,11 @@ def test_the_figures_of_the_plan_come_out() -> None:
     rates = replace(H100_LIKE, round_trip_s=0.0)
     assert 32 * staged_s(load, rates) == pytest.approx(0.344, abs=1e-3)
     assert 32 * hosted_s(load, rates) == pytest.approx(0.086, abs=1e-3)
-    chunk = least_hiding_chunk(rates, layout.dtype_bytes, 4)
+    chunk = least_hiding_chunk(rates, layout, 32)
     assert chunk == 2500
+    linear_flops = 2.0 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    behind = [least_hiding_chunk(rates, layout, 32, n, linear_flops) for n in (8192, 131_072)]
+    assert behind == [589, 2078], "the linears hide what a short beginning takes"
     flops = 4.0 * 32 * 128 * tokens
     assert staged_s(replace(load, flops=(chunk - 1) * flops), rates) == staged_s(load, rates)
     assert staged_s(replace(load, flops=(chunk + 1) * flops), rates) > staged_s(load, rates)

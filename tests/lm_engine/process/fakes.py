@@ -14,19 +14,23 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from chunked_prefill.calibration_file import Calibration, CalibrationProgress
 from chunked_prefill.request import Request, SamplingParams
+from chunked_prefill.settings import SchedulingSettings
+from chunked_prefill.step_time import StepTimeModel
 from kv_offload.kv_events import KVEvent
 from lm_engine.client import EngineStats, MediaItem, ModelInfo
 from lm_engine.options import EngineOptions
 from lm_engine.outputs import Estimate, RequestError, RequestOutput, SequenceDelta, Usage
 from lm_engine.process.messages import Factories, Plan
+from lm_engine.reconfiguration import SchedulingState
 from vision_encoder.embedding_arena import Acquired, EmbeddingArena
 from vision_encoder.link import EncodeJob, EncodeResult, VisionLink
 from vision_encoder.plan import ImagePlan
 
-NORMAL, CRASH, HANG, SLOW, REFUSE, RAISE, LAYERS = 1, 2, 3, 4, 5, 6, 7
+NORMAL, CRASH, HANG, SLOW, REFUSE, RAISE, LAYERS, ALONE = 1, 2, 3, 4, 5, 6, 7, 8
 LAYERS_OF_A_STEP, LAYER_S = 60, 0.02
 ROWS = 64
 
@@ -73,9 +77,7 @@ def language(
     return FakeEngine(link, region)
 
 
-def vision(
-    plan: Plan, report: Report, region: mmap.mmap, between_layers: Callable[[], None]
-) -> FakeVision:
+def vision(plan: Plan, report: Report, region: mmap.mmap) -> FakeVision:
     return FakeVision(region)
 
 
@@ -90,11 +92,12 @@ class FakeEngine:
         self._steps = 0
         self._tokens = 0
         self._resets = 0
+        self._settings = SchedulingSettings()
+        self.calibration: Calibration | None = None
         self._between_layers: Callable[[], None] | None = None
 
     def add(self, request: Request, media: tuple[MediaItem, ...]) -> list[RequestOutput]:
-        if request.token_ids[0] == REFUSE:
-            error = RequestError("never_fits", "too long", "max_tokens")
+        if error := self.refusal(request, media):
             return [RequestOutput(request.request_id, finished=True, error=error)]
         if request.token_ids[0] == RAISE:
             raise RuntimeError("an engine's bug")
@@ -106,12 +109,17 @@ class FakeEngine:
         self, request: Request, media: tuple[MediaItem, ...], arrived: Sequence[Request]
     ) -> Estimate | RequestError:
         """Its own numbers back, and who came before it."""
-        if request.token_ids[0] == REFUSE:
-            return RequestError("never_fits", "too long", "max_tokens")
+        if error := self.refusal(request, media):
+            return error
         if request.token_ids[0] == RAISE:
             raise RuntimeError("an engine's bug")
         tokens, waiting = len(request.token_ids), len(self._live) + len(arrived)
         return Estimate(tokens, 0, 0, 1.5, 0.5, 1.0, self._steps, waiting, 7, True)
+
+    def refusal(self, request: Request, media: tuple[MediaItem, ...]) -> RequestError | None:
+        if request.token_ids[0] != REFUSE:
+            return None
+        return RequestError("never_fits", "too long", "max_tokens")
 
     def between_layers(self, call: Callable[[], None] | None) -> None:
         self._between_layers = call
@@ -119,6 +127,27 @@ class FakeEngine:
     def abort(self, request_id: str) -> None:
         self._live.pop(request_id, None)
         self._arena.release_all(request_id)
+
+    def scheduling(self, change: SchedulingSettings | None) -> SchedulingState | RequestError:
+        """The same again, unless more seats are wanted than there are."""
+        if change is not None and change.max_num_seqs > self.info.max_num_seqs:
+            return RequestError("invalid", "too many", "max_num_seqs")
+        self._settings = change or self._settings
+        model = StepTimeModel(0.01, 0.0, 1e-4, 0.0, 0.0)
+        return SchedulingState(self._settings, 64, 512, 64, 16, True, model, 1.0, self._steps)
+
+    def calibrate(self, seconds: float) -> Iterator[CalibrationProgress | Calibration]:
+        """Twenty turns of a hundredth second."""
+        for turn in range(20):
+            time.sleep(0.01)
+            yield CalibrationProgress("shapes", turn / 100, seconds)
+        model = StepTimeModel(0.02, 0.0, 1e-4, 0.0, 0.0)
+        self.calibration = Calibration(model, (0.9, 1.0, 1.1), 0.02, 20, seconds)
+        yield self.calibration
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._live)
 
     def reset_prefix_cache(self, tenant: str) -> None:
         self._resets += 1
@@ -149,13 +178,15 @@ class FakeEngine:
                 else:
                     for holder in self._arena.mark_failed(result.key, result.epoch):
                         outputs.append(self._fail(str(holder), result.error))
+            alone = any(one.token_ids[0] == ALONE for one, _ in self._live.values())
+            self._link.allow(0.0 if alone else 1.0)
         for request, media in list(self._live.values()):
             command = request.token_ids[0]
             if command == CRASH:
                 os.kill(os.getpid(), signal.SIGKILL)
             elif command == HANG:
                 time.sleep(1000)
-            elif command == SLOW:
+            elif command in (SLOW, ALONE):
                 time.sleep(0.02)
             elif command == LAYERS:
                 for _ in range(LAYERS_OF_A_STEP):

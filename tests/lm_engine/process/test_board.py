@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 
 import pytest
@@ -11,6 +12,8 @@ from lm_engine.process.board import MAX_SUSPECTS, Board, Slot
 from lm_engine.process.language import StepBound
 from lm_engine.process.messages import Supervision
 from lm_engine.process.threads import ThreadShare
+from lm_engine.process.waiting import wait
+from lm_engine.process.wire import Codec, Control
 
 
 @pytest.fixture
@@ -93,6 +96,24 @@ def test_two_busy_stages_share_the_threads(
     assert ThreadShare(boards[1]["vision"], alone=1).settle() == 1
     assert ThreadShare(None, alone=3).settle() == 3
     assert ThreadShare(None, alone=None).settle() == len(os.sched_getaffinity(0))
+
+
+def test_who_wants_all_cores_says_so_until_it_sleeps_or_dies(boards: tuple[Board, Board]) -> None:
+    mine, theirs = boards
+    mine["language"].alone = True
+    assert theirs["language"].alone
+    assert not theirs["vision"].alone
+    mine["language"].clear()
+    assert not theirs["language"].alone
+    mine["language"].alone = mine["language"].busy = True
+    ours, other = socket.socketpair()
+    with ours, other:
+        control = Control(ours, Codec())
+        wait((), control, mine["language"], 0.0, 1.0)
+        assert theirs["language"].alone
+        wait((), control, mine["language"], 0.001, 1.0)
+    assert not theirs["language"].alone
+    assert not theirs["language"].busy
 
 
 def test_the_bound_of_a_step_grows_with_the_slowest_one() -> None:

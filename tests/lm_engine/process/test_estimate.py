@@ -59,6 +59,19 @@ async def test_a_long_step_answers_between_its_layers() -> None:
         assert (await other)[-1].finished
 
 
+async def test_what_can_never_be_served_is_refused_within_a_step() -> None:
+    async with running() as client:
+        slow = asyncio.create_task(collect(client, request("slow", command=LAYERS, max_tokens=3)))
+        await asyncio.sleep(0.1)
+        for name in ("one", "two", "one"):
+            (told,) = await collect(client, request(name, command=REFUSE))
+            assert told.error is not None
+            assert told.error.kind == "never_fits"
+            stats = client.status().stats
+            assert stats is None or stats.steps == 0, "the first step goes on"
+        assert (await slow)[-1].finished
+
+
 async def test_a_question_ends_when_the_stage_does() -> None:
     async with running() as client:
         stuck = asyncio.create_task(collect(client, request("hang", command=HANG)))

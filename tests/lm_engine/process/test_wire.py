@@ -11,7 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunked_prefill.calibration_file import Calibration, CalibrationProgress
+from chunked_prefill.encode_time import EncodeTimeModel
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
+from chunked_prefill.settings import SchedulingSettings
+from chunked_prefill.step_time import StepTimeModel
 from kv_offload.kv_events import KVEvent
 from lm_engine.client import EngineStats, Histogram, MediaItem, ModelInfo
 from lm_engine.options import EngineOptions
@@ -28,8 +32,12 @@ from lm_engine.process.messages import (
     KINDS,
     Abort,
     Ask,
+    Calibrate,
+    Calibrated,
     CancelJob,
     Channel,
+    Configure,
+    Configured,
     Factories,
     Foreseen,
     LoadFailed,
@@ -50,6 +58,7 @@ from lm_engine.process.messages import (
     Supervision,
 )
 from lm_engine.process.wire import Codec, Control, Wire, WireError, control_pair, stream_pair
+from lm_engine.reconfiguration import SchedulingState
 from vision_encoder.link import EncodeJob, EncodeResult
 from vision_encoder.plan import AnyresLayout, ImagePlan, Step, Tile
 
@@ -117,6 +126,24 @@ MESSAGES: tuple[Message, ...] = (
     ResetPrefixCache("t"),
     Ask("name", b"\x02"),
     Foreseen("name", Estimate(20, 16, 4, 0.25, 0.125, 0.0625, 2, 1, 300, True)),
+    Configure(SchedulingSettings("fcfs", 0.5, 0.05, (0.25, 0.75), 4, 128, 0.5)),
+    Configured(
+        SchedulingState(
+            SchedulingSettings(), 64, 512, 100, 16, True, StepTimeModel(1, 2, 3, 4, 5), 1.25, 99
+        )
+    ),
+    Calibrate(45.0),
+    Calibrated(CalibrationProgress("shape 1 of 9", 1.5, 45.0)),
+    Calibrated(
+        result=Calibration(
+            StepTimeModel(1, 2, 3, 4, 5, 6, 7, 8),
+            (0.5, 1.5),
+            0.25,
+            99,
+            44.5,
+            EncodeTimeModel(1, 2, 3),
+        )
+    ),
 )
 
 
