@@ -21,7 +21,7 @@ _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0}
 _LONG = re.compile(r"(0?\.\d+|0|1(?:\.0+)?)x(\d+)(?:-(\d+))?")
 
 
-def _reader(read: Callable[[str], Any]) -> Parameter:
+def reader(read: Callable[[str], Any]) -> Parameter:
     """Reads one value; what it raises is told with the name of the flag."""
 
     def convert(_: Any, tokens: Sequence[Token]) -> Any:
@@ -71,7 +71,7 @@ def long_prompts(text: str) -> LongPrompts:
     return LongPrompts((float(match[1]), int(match[2]), int(match[3] or match[2])))
 
 
-Seconds = Annotated[Duration, _reader(seconds)]
+Seconds = Annotated[Duration, reader(seconds)]
 _UNCHANGED, _BEGINNING = Factor(1), Duration(0)
 _NO_PROMISE, _PATIENCE = Duration(inf), Duration(600)
 Switch = Annotated[bool, Parameter(negative="")]
@@ -135,8 +135,8 @@ class BenchFlags:
     workload: str | None = None
     rate: float | None = None
     speed: float = 1.0
-    scale_lengths: Annotated[Factor, _reader(factor)] = _UNCHANGED
-    long: Annotated[LongPrompts | None, _reader(long_prompts)] = None
+    scale_lengths: Annotated[Factor, reader(factor)] = _UNCHANGED
+    long: Annotated[LongPrompts | None, reader(long_prompts)] = None
     start: Seconds = _BEGINNING
     duration: Seconds | None = None
     requests: int | None = None

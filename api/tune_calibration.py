@@ -13,8 +13,9 @@ from statistics import median
 from typing import Protocol
 
 from api.bench_load import State
+from api.bench_screen import say
 from api.tune_screen import Advance
-from api.tune_server import Control
+from api.tune_server import CalibrationRefusedError, Control
 from chunked_prefill.calibration_file import Calibration
 from chunked_prefill.goodput import RequestTimes
 from chunked_prefill.simulator import Delays
@@ -22,6 +23,7 @@ from chunked_prefill.trace import TraceRequest
 from chunked_prefill.tuner_evaluation import Served
 
 _CALIBRATE_S = 45.0
+_LEARN_S = 20.0
 _PROBES = 6
 _PROBE_TOKENS = 24
 
@@ -32,13 +34,30 @@ class Replay(Protocol):
     ) -> list[RequestTimes]: ...
 
 
-def calibrated(control: Control, advance: Advance) -> tuple[Calibration, str]:
-    """And where it comes from, for people: the server's own, or one that is made now."""
+def calibrated(
+    control: Control, traffic: Replay, requests: Sequence[TraceRequest], advance: Advance
+) -> tuple[Calibration, str]:
+    """And where it comes from, for people: the server's own, or one that is made now; where the
+    server does not believe what it measured, what it learns from the beginning of the traffic."""
     known = control.show().calibration
     if known is not None:
         return known, f"{known.steps} steps, measured before"
-    made = control.calibrate(_CALIBRATE_S, advance)
+    try:
+        made = control.calibrate(_CALIBRATE_S, advance)
+    except CalibrationRefusedError as refused:
+        say(f"warning: {refused}. What it learns from this traffic is used instead.")
+        return _learnt(control, traffic, requests, advance), f"steps of this traffic; {refused}"
     return made, f"{made.steps} steps in {made.seconds:.0f} s"
+
+
+def _learnt(
+    control: Control, traffic: Replay, requests: Sequence[TraceRequest], advance: Advance
+) -> Calibration:
+    first = [r for r in requests if r.arrival_s < _LEARN_S] or list(requests[:1])
+    traffic.replay(first, lambda s: advance(s.ended, s.total, f"{s.ended}/{s.total} requests"))
+    now = control.show()
+    residuals = (1 / now.guard, 1.0, now.guard)
+    return Calibration(now.learnt, residuals, now.guard - 1, now.observed, _LEARN_S)
 
 
 def delays(

@@ -19,9 +19,9 @@ from api.bench_cli import (
     Factor,
     LongPrompts,
     Seconds,
-    _reader,
     factor,
     long_prompts,
+    reader,
 )
 
 _UNCHANGED, _BEGINNING, _EXCERPT = Factor(1), Duration(0), Duration(45)
@@ -75,8 +75,8 @@ class TuneFlags:
     out: Path = Path("longlens-tune")
     rate: float | None = None
     speed: float = 1.0
-    scale_lengths: Annotated[Factor, _reader(factor)] = _UNCHANGED
-    long: Annotated[LongPrompts | None, _reader(long_prompts)] = None
+    scale_lengths: Annotated[Factor, reader(factor)] = _UNCHANGED
+    long: Annotated[LongPrompts | None, reader(long_prompts)] = None
     start: Seconds = _BEGINNING
     duration: Seconds = _EXCERPT
     seed: int = 0

@@ -232,6 +232,9 @@ def lines(result: Result) -> Iterator[str]:
             f"sensitivity   {step.knob} {_shown(step.best)} -> {_shown(step.value)}: "
             f"{step.goodput * 100:+.1f} points, strain {step.strain:+.2f}"
         )
+    if len(found.resolutions) == 1:
+        yield "images        no limit makes these smaller: the model sees them at one size"
+        return
     for limit, standing in found.resolutions:
         name = "no limit" if limit is None else f"{limit:,} pixels"
         used = " (used)" if limit == found.resolution else ""

@@ -69,7 +69,8 @@ def run(model: str, flags: TuneFlags) -> int:
     flags.out.mkdir(parents=True, exist_ok=True)
     write_trace(flags.out / "traffic.jsonl", excerpts[0])
     base = load({"model": model}, flags.config)
-    given = {n: _plain(base.config, n) for n, o in base.origins.items() if o.startswith("file ")}
+    values = base.config.model_dump(mode="json")
+    given = {name: values[name] for name, o in base.origins.items() if o.startswith("file ")}
     has_images = any(r.images for excerpt in excerpts for r in excerpt)
     planner = find_planner(resolve_model(model)) if has_images else None
     if has_images and planner is None:
@@ -140,7 +141,7 @@ class Tuning:
             target, vocabulary = asyncio.run(self._learn())
         traffic = Traffic(target, vocabulary)
         with self.phase("calibrating") as advance:
-            calibration, self.source = calibrated(control, advance)
+            calibration, self.source = calibrated(control, traffic, self.excerpts[0], advance)
         simulations = self._simulations(server, calibration, Delays())
         with self.phase("first look") as advance:
             impossible = simulations.first_look(advance)
@@ -265,11 +266,6 @@ def _restore(control: Control, before: Scheduling) -> None:
     with contextlib.suppress(TuneError):
         settings = asdict(before.settings)
         control.change({**settings, "image_resolution_limit": before.resolution})
-
-
-def _plain(config: ServeConfig, name: str) -> Any:
-    value = config.model_dump(mode="json")[name]
-    return "-".join(f"{part:g}" for part in value) if name == "step_share" else value
 
 
 @contextlib.contextmanager

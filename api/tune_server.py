@@ -24,6 +24,7 @@ import httpx
 from api.bench_http import Address
 from chunked_prefill.calibration_file import Calibration, from_json
 from chunked_prefill.settings import SchedulingSettings
+from chunked_prefill.step_time import StepTimeModel
 
 _PATIENCE_S = 300.0
 """Without any progress of a server that starts; importing takes long on a busy machine."""
@@ -48,6 +49,12 @@ class Scheduling:
     kv_blocks: int
     block_size: int
     prefix_caching: bool
+    learnt: StepTimeModel
+    """From the steps so far."""
+    guard: float
+    """Factor on its predictions under which nine steps in ten stay."""
+    observed: int
+    """Steps that `learnt` comes from."""
     calibration: Calibration | None
     """What the server knew of its step times from its start, or was told to measure."""
     own_process: bool
@@ -60,7 +67,7 @@ class Scheduling:
         settings = dict(body["settings"])
         resolution = settings.pop("image_resolution_limit")
         settings["step_share"] = tuple(settings["step_share"])
-        kv, known = body["kv"], body["calibration"]
+        kv, known, steps = body["kv"], body["calibration"], body["step_time"]
         return cls(
             SchedulingSettings(**settings),
             resolution,
@@ -68,9 +75,16 @@ class Scheduling:
             kv_blocks=kv["blocks"],
             block_size=kv["block_size"],
             prefix_caching=kv["prefix_caching"],
+            learnt=StepTimeModel(**steps["model"]),
+            guard=steps["guard"],
+            observed=steps["observed"],
             calibration=None if known is None else from_json(known),
             **body["vision"],
         )
+
+
+class CalibrationRefusedError(TuneError):
+    """The server has measured its step times, and does not believe them."""
 
 
 class Control:
@@ -102,7 +116,8 @@ class Control:
     def calibrate(
         self, seconds: float, on_progress: Callable[[float, float, str], None]
     ) -> Calibration:
-        """Lets the server measure its step times; nobody should use it meanwhile."""
+        """Lets the server measure its step times; nobody should use it meanwhile. Raises
+        CalibrationRefusedError."""
         found: dict[str, Any] = {}
         try:
             with self._http.stream(
@@ -119,7 +134,7 @@ class Control:
             raise TuneError(f"The calibration was cut short ({type(error).__name__}).") from error
         if "calibration" not in found:
             said = found.get("error", {}).get("message", "the server said nothing")
-            raise TuneError(f"The server could not be calibrated: {said}")
+            raise CalibrationRefusedError(f"The server could not be calibrated: {said}")
         return from_json(found["calibration"])
 
     def _ask(self, method: str, body: Any) -> dict[str, Any]:

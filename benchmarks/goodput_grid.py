@@ -66,12 +66,12 @@ def main() -> None:
     requests = list(read_trace(args.report.with_name("traffic.jsonl")))
     print(f"{len(requests)} requests; promise {promise.ttft_s:g} s and {promise.tpot_s:g} s")
     width = max(map(len, arms))
-    print(heading(width), flush=True)
     seen: dict[str, list[RequestTimes]] = {name: [] for name in arms}
     limit = report["choice"]["settings"].get("image_resolution_limit")
     flags = () if limit is None else ("--image-resolution-limit", str(limit))
     with serving(args.model or report["model"], args.threads, *flags, endpoint="chat") as live:
         live.calibrate()
+        print(heading(width), flush=True)
         for number in range(args.rounds):
             for name in list(arms)[:: -1 if number % 2 else 1]:
                 live.apply(arms[name])

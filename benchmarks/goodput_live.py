@@ -28,7 +28,7 @@ from api.bench_load import Load, Outcome, State
 from api.bench_target import Endpoint, Target, TargetClient
 from api.bench_words import PromptMaker, Vocabulary, learn
 from api.tune_calibration import calibrated
-from api.tune_server import Control, Scheduling, TuneError
+from api.tune_server import Control, Scheduling
 from benchmarks import servers
 from chunked_prefill.calibration_file import Calibration
 from chunked_prefill.goodput import Promise, Report, RequestTimes
@@ -40,6 +40,7 @@ MOST_TOKENS = 1024
 """Of a step, in any arm."""
 _TIMEOUT_S = 300.0
 _WARM_UP = "chat:rate=4,duration=3,input=200,output=16,spread=0.5"
+_LEARNT_FROM = "chat:rate=1.5,duration=20,input=120,output=24"
 _PROBED = (64, 256, 1024, 2048)
 """Lengths of prompts that are timed alone."""
 
@@ -92,15 +93,12 @@ class Live:
             raise RuntimeError(f"{len(failed)} requests failed, the first with {failed[0]}")
         return found
 
-    def calibrate(self) -> Calibration | None:
-        """The server's own if it has one, else one that is made now; None, with the reason printed,
-        when it cannot be: the server then learns from its traffic alone."""
+    def calibrate(self) -> Calibration:
+        """The server's own if it has one, else one that is made now, on a crowded machine from
+        some traffic. Raises TuneError."""
+        traffic = list(synthesize(_LEARNT_FROM))
         with Control(Address.parse(self.url), None) as control:
-            try:
-                found, source = calibrated(control, lambda done, total, what: None)
-            except TuneError as error:
-                print(f"no calibration: {error}", flush=True)
-                return None
+            found, source = calibrated(control, self, traffic, lambda done, total, what: None)
         print(f"calibration: {source}; {found}", flush=True)
         return found
 

@@ -96,7 +96,7 @@ def engine(
     longest: int = PROMPT + ANSWER,
 ) -> Engine:
     """Chunks follow from tokens alone, so that all contestants cut the prompt alike."""
-    per_token = _bytes_per_token(model)
+    per_token = bytes_per_token(model)
     return Engine.load(
         EngineOptions(
             model,
@@ -113,7 +113,7 @@ def engine(
     )
 
 
-def _bytes_per_token(model: str) -> int:
+def bytes_per_token(model: str) -> int:
     from lm_engine.models.checkpoint import open_checkpoint
     from lm_engine.models.config import DecoderConfig
 

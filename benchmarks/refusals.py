@@ -21,8 +21,9 @@ from typing import Any
 
 from benchmarks import servers
 from benchmarks.chat import Verdict, all_hold, quantile, table
+from benchmarks.kv import bytes_per_token
 
-CONTEXT, LONG, EACH = 8192, 7000, 10
+CONTEXT, DEVICE, LONG, EACH = 8192, 2560, 7000, 10
 LIMIT_S = 0.1
 
 
@@ -94,11 +95,13 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    per_token = bytes_per_token(args.model)
     server = servers.longlens(
         args.model,
         args.threads,
-        *("--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", str(100_000_000)),
-        *("--host-kv-gib", "0.5"),
+        *("--max-model-len", str(CONTEXT)),
+        *("--kv-cache-memory-bytes", str(DEVICE * per_token)),
+        *("--host-kv-gib", str(2 * CONTEXT * per_token / 2**30)),
     )
     with tempfile.TemporaryDirectory() as folder:
         server.start(Path(folder))

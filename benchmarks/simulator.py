@@ -1,14 +1,15 @@
 """Policies compared in the simulator, and how fast it is: an 8B model on one H200.
 
 Run: python -m benchmarks.simulator [--trace FILE] [--seconds 300] [--rate 6] [--long 0.003]
-     [--policies 512 2048 8192 edf-512 deadline] [--bias 0.7] [--shift 150] [--seed 0]
-     [--json FILE]
+     [--policies 512 2048 8192 edf-512 deadline] [--linear] [--bias 0.7] [--shift 150]
+     [--seed 0] [--runs 1] [--json FILE]
 
 A number is a static token budget by arrival, `edf-N` the same by deadline, `deadline` what `serve`
-does: by deadline, in milliseconds. All see the same requests. Steps really take a roofline's time,
-which the scheduler does not know: it learns its linear model from the steps. With `--bias` it
-believes so many times what it has learnt, for ever. `--shift` doubles the steps' time from that
-second on, as another user of the device would.
+does: by deadline, in milliseconds. All see the same requests. Steps take a roofline's time, of
+which the scheduler has a model as a calibration gives it; with `--linear` it begins with one
+without the knee between reading the weights and computing. With `--bias` it believes so many times
+what it has learnt, for ever. `--shift` doubles the steps' time from that second on, as another user
+of the device would. All `--runs` are equal but for their speed, of which the median is told.
 """
 
 from __future__ import annotations
@@ -84,9 +85,11 @@ def main() -> None:
     parser.add_argument(
         "--policies", nargs="+", default=["512", "2048", "8192", "edf-512", "deadline"]
     )
+    parser.add_argument("--linear", action="store_true", help="begin with a model without a knee")
     parser.add_argument("--bias", type=float, default=1.0, help="factor on all predictions")
     parser.add_argument("--shift", type=float, help="second from which steps take twice as long")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=1, help="of each policy, for its speed")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = [_measure(name, args) for name in args.policies]
@@ -113,13 +116,19 @@ def simulate(
     policy: str,
     requests: Iterable[TraceRequest],
     *,
+    linear: bool = False,
     bias: float = 1.0,
+    prior: float = 1.0,
     factor: float | Callable[[float], float] = 1.0,
 ) -> Outcome:
-    """The requests on an 8B and one H200, by one of the policies above. `factor`: see
-    ModelExecutor."""
-    truth = StepTimeModel(READ_S + LAUNCH_S, SEQUENCE_S, TOKEN_S, CONTEXT_S, PAIR_S)
-    estimator = StepTimeEstimator(truth) if bias == 1 else BiasedEstimator(truth, bias)
+    """The requests on an 8B and one H200, by one of the policies above. `prior`: so many times
+    their length steps are believed to take at first. `factor`: see ModelExecutor."""
+    knee = 0 if linear else round(READ_S / TOKEN_S)
+    truth = StepTimeModel(
+        READ_S + LAUNCH_S, SEQUENCE_S, TOKEN_S, CONTEXT_S, PAIR_S, knee_tokens=knee
+    )
+    first = truth.scaled(prior)
+    estimator = StepTimeEstimator(first) if bias == 1 else BiasedEstimator(first, bias)
     budget: Budget = TimeBudget(MOST_TOKENS, TPOT_S, estimator)
     order: Policy = Deadline(TtftPromise(TTFT_S, STRETCH), lambda: estimator.model, MOST_TOKENS)
     if policy != "deadline":
@@ -139,9 +148,12 @@ def simulate(
 def _measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     requests = _requests(args)
     factor = 1.0 if args.shift is None else shift((args.shift,), (1.0, 2.0))
-    start_s = time.process_time()
-    outcome = simulate(name, requests, bias=args.bias, factor=factor)
-    return _row(name, outcome, time.process_time() - start_s)
+    taken_s = []
+    for _ in range(args.runs):
+        start_s = time.process_time()
+        outcome = simulate(name, requests, linear=args.linear, bias=args.bias, factor=factor)
+        taken_s.append(time.process_time() - start_s)
+    return _row(name, outcome, statistics.median(taken_s))
 
 
 def _row(name: str, outcome: Outcome, cpu_s: float) -> dict[str, Any]:

@@ -191,10 +191,7 @@ def main() -> None:
     flags = ("--record", str(recording), "--kv-cache-memory-bytes", str(_KV_BYTES))
     comparisons = []
     with serving(args.model, args.threads, *flags, endpoint="chat") as live:
-        calibration = live.calibrate()
-        if calibration is None:
-            raise SystemExit("without a calibration nothing can be foretold")
-        validation = Validation(live, resolve_model(args.model), calibration)
+        validation = Validation(live, resolve_model(args.model), live.calibrate())
         for name in args.workloads:
             spec = WORKLOADS[name].format(s=args.seconds)
             comparisons.append(validation.compare(name, spec, args.rounds))

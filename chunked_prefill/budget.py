@@ -15,6 +15,12 @@ from typing import Protocol
 from chunked_prefill.share_control import ShareControl
 from chunked_prefill.step_time import StepLoad, StepTimeEstimator
 
+_STRICTEST = 0.25
+"""Of what everybody is promised, the least that a single request can have: its short steps are
+everybody's, and a prompt would not advance in them."""
+_STRICTEST_S = 0.05
+"""The same where nobody else is promised anything."""
+
 
 class Budget(Protocol):
     max_num_batched_tokens: int
@@ -119,13 +125,16 @@ class TimeBudget:
         promise_s: float,
         estimator: StepTimeEstimator,
         control: ShareControl | None = None,
+        quantum_s: float = inf,
     ) -> None:
         """`promise_s`: seconds from one token of an answer to its next; inf when only what single
-        requests were promised counts."""
+        requests were promised counts. `quantum_s`: seconds of a step without decodes, which is what
+        a prompt that comes meanwhile waits for."""
         if promise_s <= 0:
             raise ValueError(f"a promise of {promise_s} s per token cannot be kept")
         self.max_num_batched_tokens = max_num_batched_tokens
         self.promise_s = promise_s
+        self.quantum_s = quantum_s
         self.estimator = estimator
         self.control = control or ShareControl()
         self._tokens = TokenBudget(max_num_batched_tokens)
@@ -139,7 +148,8 @@ class TimeBudget:
 
     def begin(self, promises: Collection[float | None]) -> None:
         """See Budget."""
-        own = [self.promise_s if promise is None else promise for promise in promises]
+        strictest = _STRICTEST * self.promise_s if self.promise_s < inf else _STRICTEST_S
+        own = [self.promise_s if p is None else max(p, strictest) for p in promises]
         self._step_promise_s = min(own, default=self.promise_s)
         self._slowdown, self._other_s = 1.0, 0.0
 
@@ -156,9 +166,10 @@ class TimeBudget:
     ) -> int:
         """See Budget."""
         tokens = self._tokens.chunk(load, depth, wanted, share=share, least=least)
-        if not load.decode_context or tokens <= least or self._step_promise_s == inf:
+        limit_s = self.limit_s if load.decode_context else self.quantum_s
+        if tokens <= least or limit_s == inf:
             return tokens
-        limit_s = self.limit_s / self._slowdown - self._other_s
+        limit_s = limit_s / self._slowdown - self._other_s
         model = self.estimator.model
         if share < 1.0:
             taken_s = model.predict_s(load)

@@ -17,6 +17,7 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -33,6 +34,8 @@ class OutputForecast:
         self.fewest = fewest
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
+        self._sums: list[int] = []
+        """Of the first n of these; empty while nobody has asked since the last answer."""
 
     def observe(self, output_tokens: int) -> None:
         """An answer ended by itself or at its limit after so many tokens."""
@@ -41,6 +44,7 @@ class OutputForecast:
             del self._sorted[bisect_right(self._sorted, oldest) - 1]
         self._recent.append(output_tokens)
         insort(self._sorted, output_tokens)
+        self._sums = []
 
     def remaining(self, produced: int, most: int) -> int:
         """Tokens that an answer of `produced` so far is expected to add, at least 1 and at most
@@ -48,10 +52,14 @@ class OutputForecast:
         or when none became longer: then it has outlived its like, and may end with any token."""
         if len(self._sorted) < self.fewest:
             return 1
-        longer = self._sorted[bisect_right(self._sorted, produced) :]
+        first = bisect_right(self._sorted, produced)
+        longer = len(self._sorted) - first
         if not longer:
             return 1
-        return max(1, min(most, round(sum(longer) / len(longer)) - produced))
+        if not self._sums:
+            self._sums = list(accumulate(self._sorted, initial=0))
+        mean = round((self._sums[-1] - self._sums[first]) / longer)
+        return max(1, min(most, mean - produced))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ else: texts and pixels stay out, but the ids of prompts are in, because the pref
 them. A line is an object with the call's name under "do":
 
     begin    about: of what an equal scheduler is built
-    add      seq, order, request, encode_s
+    add      seq, order, request, encode_s, found (tokens that the cache was known to have of it)
     fork     parent, seq, choice
     schedule step, chunks [[seq, start, length]], preempted [seq], copies (how many), vision_s
     commit, look_up_images
@@ -30,7 +30,6 @@ import logging
 import os
 from collections.abc import Collection
 from dataclasses import MISSING, asdict, fields
-from itertools import count
 from math import isfinite
 from pathlib import Path
 from typing import IO, Any
@@ -55,6 +54,7 @@ class Recording:
         """A file that is there stays: the name gets the first free number. Raises OSError."""
         self.path, self._file = _new_file(Path(path))
         self.num_lines = 0
+        _log.info("every scheduling decision goes into %s", self.path)
 
     def write(self, line: dict[str, Any]) -> None:
         """One whole line, at once: a process that is killed leaves what it did. Where the file
@@ -83,17 +83,16 @@ class Recording:
         self.close()
 
 
-def _new_file(path: Path) -> tuple[Path, IO[str]]:
-    for number in count(2):
+def _new_file(wanted: Path) -> tuple[Path, IO[str]]:
+    path, number = wanted, 1
+    while True:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
-            path = path.with_name(
-                f"{path.stem.removesuffix(f'.{number - 1}')}.{number}{path.suffix}"
-            )
+            number += 1
+            path = wanted.with_name(f"{wanted.stem}.{number}{wanted.suffix}")
             continue
         return path, os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
-    raise AssertionError("there is no last number")
 
 
 class RecordingScheduler(Scheduler):
@@ -155,7 +154,7 @@ class RecordingScheduler(Scheduler):
         self._write(line, changes)
 
     def add(self, sequence: Sequence) -> None:
-        changes = self._changes()
+        changes, found = self._changes(), sequence.num_computed_tokens
         super().add(sequence)
         line = {
             "do": "add",
@@ -163,6 +162,7 @@ class RecordingScheduler(Scheduler):
             "order": sequence.order,
             "request": request_as_json(sequence.request),
             "encode_s": sequence.encode_s,
+            "found": found,
         }
         self._write(line, changes)
 

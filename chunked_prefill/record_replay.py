@@ -149,6 +149,9 @@ class _Run:
             case "add":
                 sequence = Sequence(request_of_json(line["request"]), line["seq"], line["order"])
                 sequence.encode_s = line["encode_s"]
+                if line["found"]:
+                    # Whoever estimated its first token had looked it up.
+                    self.scheduler.look_up(sequence)
                 self._sequences[sequence.seq_id] = sequence
                 self.scheduler.add(sequence)
             case "fork":

@@ -103,7 +103,7 @@ class Request:
     server's promise."""
     tpot_s: float | None = None
     """Seconds from one token of the answer to its next that this request was promised; None takes
-    the server's promise."""
+    the server's promise, and a quarter of that is the least (budget.py)."""
     must_meet_ttft: bool = False
     """Refused on arrival if `ttft_s` cannot be met."""
     wants_estimate: bool = False

@@ -6,8 +6,9 @@ tensors, clocks, sampling or images - readiness arrives as a counter on the sequ
 torch.
 
 Order within a step: decodes, then prompts as the policy wants them, running or waiting. Both kinds
-get something in every step (budget.py), a sequence that cannot advance is skipped rather than
-waited for, and only a sequence that ranks below every other may lose its KV to one.
+get something in every step (budget.py), and a sequence that cannot advance is skipped rather than
+waited for. A sequence loses its KV only to one that ranks before it; of several such, the one whose
+KV is cheapest to bring back (victims.py).
 
 A prefix is computed once: a waiting sequence whose next block a running one is about to compute is
 held back until that block is in the cache. It waits only for one that ranks before it, runs and

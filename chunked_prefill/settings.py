@@ -30,6 +30,8 @@ PolicyName = Literal["deadline", "fcfs"]
 STEP_SHARE = (0.3, 0.9)
 _START_SHARE = 0.75
 LONG_PROMPT_SHARE = DEFAULT_SHARE
+_QUANTUM = 0.5
+"""Of the promised time to a first token, the most of a step that nobody's next token waits for."""
 
 
 class SettingsError(ValueError):
@@ -122,7 +124,8 @@ class SchedulingSettings:
         least, most = self.step_share
         control = ShareControl(min(max(_START_SHARE, least), most), least, most)
         promise_s = self.tpot_slo_s or inf
-        return TimeBudget(self.max_num_batched_tokens, promise_s, estimator, control)
+        quantum_s = inf if self.ttft_slo_s is None else _QUANTUM * self.ttft_slo_s
+        return TimeBudget(self.max_num_batched_tokens, promise_s, estimator, control, quantum_s)
 
     def build_policy(self, estimator: StepTimeEstimator) -> Policy:
         if self.policy == "fcfs":

@@ -72,15 +72,18 @@ class Spending:
         if not behind or room < 2:
             return
         even, before, passing = _KEPT_SHARE / (len(behind) + 1), self.load, False
-        for name, depth, able in behind[: max(1, room // 4)]:
-            cold, share = self._passes.get(name), even
-            if cold is not None:
+        chosen = behind[: max(1, room // 4)]
+        # Passes last: one may take all that the others leave.
+        for name, depth, able in sorted(chosen, key=lambda prompt: prompt[0] in self._passes):
+            cold = self._passes.get(name)
+            if cold is None:
+                floor = self._budget.chunk(before, depth, able, share=even, least=1)
+            else:
                 share = min(1.0, even * cold.missed)
-            floor = self._budget.chunk(before, depth, able, share=share, least=1)
-            if cold is not None:
+                floor = self._budget.chunk(before, depth, able, share=share, least=1)
                 if passing or (floor < min(able, cold.least) and share < 1.0):
                     continue
-                floor = self._budget.chunk(before, depth, able, share=share, least=cold.least)
+                floor = self._budget.chunk(self.load, depth, able, share=share, least=cold.least)
                 passing = True
             self._floors[name] = floor
             self._add(depth, floor, new=True)

@@ -86,7 +86,7 @@ class KVCache:
             shape, order = (layout.num_layers, 2, heads, slots, dim), (0, 1, 2, 3, 4)
         else:
             shape, order = (layout.num_layers, 2, slots, heads, dim), (0, 1, 3, 2, 4)
-        self.storage = _allocate(shape, self.dtype, self.device)
+        self.storage, self._memory = _allocate(shape, self.dtype, self.device)
         """The tensor itself, in its memory order."""
         self._by_head = self.storage.permute(order)
         halves = [pair.unbind(0) for pair in self._by_head.unbind(0)]
@@ -177,6 +177,12 @@ class KVCache:
                 self._by_head[:, :, :, source * size : (source + 1) * size]
             )
 
+    def forget(self) -> None:
+        """No slot holds anything that will be read: on the CPU their pages go back to the system,
+        and come again when they are written."""
+        if self._memory is not None:
+            self._memory.madvise(mmap.MADV_DONTNEED)
+
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN, so that a test sees any read of freed or unwritten memory."""
         size = self.layout.block_size
@@ -184,16 +190,18 @@ class KVCache:
             self._by_head[:, :, :, block * size : (block + 1) * size].fill_(float("nan"))
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _allocate(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, mmap.mmap | None]:
     """Memory for the storage; on the CPU straight from the kernel in small pages. From malloc it
     might come in huge ones, and each layer and head that a short sequence touches would take 2 MiB.
     """
     if device.type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device), None
     count = math.prod(shape)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape), memory
 
 
 def _plan_write(slots: torch.Tensor) -> _WritePlan:

@@ -64,8 +64,11 @@ def calibrate(engine: Engine, seconds: float) -> Iterator[CalibrationProgress | 
             "cache or raise --kv-cache-memory-bytes"
         )
     rounds = _Rounds(probe, shapes, engine, began_s + seconds)
-    for detail in rounds.run():
-        yield CalibrationProgress(detail, time.perf_counter() - began_s, seconds)
+    try:
+        for detail in rounds.run():
+            yield CalibrationProgress(detail, time.perf_counter() - began_s, seconds)
+    finally:
+        probe.give_memory_back()
     result = _result(rounds.times, time.perf_counter() - began_s, encode, rounds.prior)
     engine.scheduler.calibrated(result.model, result.residuals)
     if engine.images is not None and encode is not None:

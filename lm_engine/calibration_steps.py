@@ -65,6 +65,13 @@ class Probe:
         finally:
             self.close()
 
+    def give_memory_back(self) -> None:
+        """Contexts that nobody had took memory that may not be needed for long: where nobody else
+        has blocks, it goes back to the system."""
+        if self._kv.pool.num_used == 0:
+            self._engine.runner.cache.forget()
+            self._filled.clear()
+
     def close(self) -> None:
         """Gives back every block."""
         for owner in range(1, self._owners + 1):
@@ -114,6 +121,8 @@ class Probe:
         rows = [_row(chunk.sequence) for chunk in batch.sampled]
         if rows:
             sample_each(logits[: len(rows)], rows, lambda _: b"")
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return time.perf_counter() - started
 
 

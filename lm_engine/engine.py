@@ -292,6 +292,9 @@ class Engine:
             logits = self.runner.forward(batch, plan.copies)
             self._commit(plan)
             failed = self._take_tokens(batch, logits)
+            if self._device.type == "cuda":
+                # A chunk in the middle of a prompt samples nothing that would wait for it.
+                torch.cuda.synchronize(self._device)
         except Exception:
             logger.exception("step %d failed with %d chunks", plan.step, len(plan.chunks))
             return outputs + self._fail(ImageFailure(name, INTERNAL) for name in live)

@@ -8,7 +8,7 @@ torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chunked_prefill.calibration_file import Calibration
 from chunked_prefill.scheduler import Scheduler
@@ -35,7 +35,7 @@ class SchedulingState:
     """Factor on its predictions under which nine steps in ten stay."""
     observed: int
     """Steps that it was learnt from."""
-    vision: VisionShare = VisionShare()
+    vision: VisionShare = field(default_factory=VisionShare)
     """How the vision stage shares the machine."""
     calibration: Calibration | None = None
     """What was measured while nobody was served, where that was done."""

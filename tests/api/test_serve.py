@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import uvicorn
 
 from api import serve
 from api.config import ServeConfig
+from lm_engine.client import EngineStatus
 from lm_engine.process import client
 
 
@@ -46,3 +49,34 @@ async def test_a_signal_in_the_middle_of_the_first_ones_handler_is_the_second() 
     server.handle_exit(signal.SIGTERM, None)
     assert server.force_exit
     await drained.wait()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+LOADING = EngineStatus("loading", "measuring step times", 9.0, 45.0)
+
+
+def test_a_terminal_sees_a_bar_until_the_engine_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    bar = serve.Bar()
+    bar.show(EngineStatus("loading", "finding the model"))
+    assert not screen.getvalue()
+    bar.show(LOADING)
+    bar.show(replace(LOADING, done=30.0))
+    assert "measuring step times" in screen.getvalue()
+    bar.show(EngineStatus("ready"))
+    bar.close()
+    bar.show(EngineStatus("ready"))
+    assert screen.getvalue().count("measuring step times") <= 3
+
+
+def test_a_log_file_gets_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr("sys.stderr", file)
+    serve.Bar().show(LOADING)
+    assert not file.getvalue()

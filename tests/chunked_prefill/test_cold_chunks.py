@@ -49,6 +49,7 @@ def serve(scheduler: Scheduler, sequences: list[Sequence]) -> tuple[int, int, in
     brought = longest = 0
     for step in range(1, 2000):
         plan = scheduler.schedule()
+        assert plan.num_tokens <= BUDGET
         for chunk in plan.chunks:
             sequence = chunk.sequence
             brought += scheduler.kv.cold_tokens(sequence.seq_id)
@@ -81,6 +82,23 @@ def test_a_sliver_is_taken_where_it_ends_the_prompt() -> None:
     spending.spend(0, 0, spending.most(0, 0, 25))
     assert spending.most(1, 400, 300) == 0, "7 of 300 tokens are not worth the way"
     assert spending.most(1, 400, 5) == 5
+
+
+@pytest.mark.parametrize("budget", [8, 32, 512])
+@pytest.mark.parametrize("worth", [1, 20, 9000])
+def test_a_pass_leaves_the_others_their_part_and_keeps_the_budget(budget: int, worth: int) -> None:
+    passes = {name: Pass(worth, 30) for name in (3, 4)}
+    spending = Spending(TokenBudget(budget), passes)
+    spending.keep((name, 100 * name, 400) for name in (1, 2, 3, 4))
+    given = {}
+    for name in range(5):
+        given[name] = spending.most(name, 100 * name, 400)
+        if given[name]:
+            spending.spend(name, 100 * name, given[name])
+    assert sum(given.values()) == spending.load.tokens <= budget
+    assert given[1] > 0
+    assert given[2] > 0 or budget < 12
+    assert given[3] > 0 or budget < 12, "its turn has come"
 
 
 @pytest.mark.parametrize("worth", [40, 300, 9000])

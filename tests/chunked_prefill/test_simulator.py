@@ -18,11 +18,13 @@ from chunked_prefill.encode_time import EncodeTimeModel
 from chunked_prefill.goodput import Promise, Report
 from chunked_prefill.policy import Deadline, Fcfs, TtftPromise
 from chunked_prefill.scheduler import Scheduler, StepPlan
+from chunked_prefill.settings import SchedulingSettings
 from chunked_prefill.simulator import Delays, Outcome, Simulator, StuckError, VirtualClock
 from chunked_prefill.simulator_executor import GivenExecutor, ModelExecutor, shift
 from chunked_prefill.simulator_pool import CountingPool, counting_kv
+from chunked_prefill.simulator_server import simulate_server
 from chunked_prefill.simulator_vision import GridImages, VisionStage
-from chunked_prefill.step_time import StepTimeEstimator, StepTimeModel
+from chunked_prefill.step_time import StepLoad, StepTimeEstimator, StepTimeModel
 from chunked_prefill.trace import TraceRequest, read_trace
 from chunked_prefill.workload import Changes, changed, synthesize
 from kv_offload.block_pool import OutOfBlocksError
@@ -522,6 +524,49 @@ def test_an_engine_on_the_same_arrivals_and_times_decides_the_same(
 def test_more_steps_than_times_is_an_error() -> None:
     with pytest.raises(ValueError, match="2 steps were given a time, and there are more"):
         Server().run([TraceRequest(0.0, 5, 9)], executor=GivenExecutor([0.1, 0.1]))
+
+
+# -- a server from what it was started with -------------------------------------------------------
+
+
+def test_a_server_is_simulated_from_its_settings_and_its_calibration() -> None:
+    settings = SchedulingSettings("deadline", 0.5, 0.05, max_num_seqs=8, max_num_batched_tokens=256)
+    delays = Delays(ingress_s=0.02, between_steps_s=0.003, egress_s=0.001)
+
+    def simulate(trace: list[TraceRequest], **how: object) -> Outcome:
+        return simulate_server(
+            trace,
+            settings,
+            model=MODEL,
+            kv_blocks=600,
+            images=IMAGES,
+            vision=VisionStage(slowdown=1.5),
+            delays=delays,
+            **how,  # type: ignore[arg-type]
+        )
+
+    (alone,) = simulate([TraceRequest(0.0, 600, 3)]).times
+    prefill_s = MODEL.prefill_s(0, 600, 256)
+    assert alone.ttft_s == pytest.approx(0.021 + prefill_s + 2 * 0.003)
+    assert alone.isolated_s == pytest.approx(alone.ttft_s)
+    gaps = [b - a for a, b in pairwise(alone.delivered_s)]
+    assert gaps == pytest.approx(
+        [MODEL.predict_s(StepLoad(1, 1, 601 + i, 0.0)) + 0.003 for i in range(2)]
+    )
+    trace = _mixed(3)
+    drawn = [simulate(trace, residuals=(0.9, 1.0, 1.3), seed=seed) for seed in (1, 1, 2)]
+    assert [o.times for o in drawn[:1]] == [o.times for o in drawn[1:2]]
+    assert drawn[0].end_s != drawn[2].end_s
+    assert len(drawn[0].times) == len(trace)
+    assert all(t.error is None for t in drawn[0].times)
+    long = [TraceRequest(0.0, 20, 60), TraceRequest(0.1, 3000, 1)]
+    tokens = replace(settings, tpot_slo_s=0.0, policy="fcfs", max_num_batched_tokens=3000)
+    gap_s = [
+        max(t.max_gap_s for t in simulate_server(long, s, model=MODEL, kv_blocks=600).times)
+        for s in (replace(tokens, tpot_slo_s=0.05), tokens)
+    ]
+    assert gap_s[0] < 0.06
+    assert gap_s[1] > 1.5
 
 
 # -- whole traces -------------------------------------------------------------------------------

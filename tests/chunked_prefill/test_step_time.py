@@ -15,6 +15,7 @@ from chunked_prefill.least_squares import non_negative_least_squares
 from chunked_prefill.share_control import ShareControl
 from chunked_prefill.spending import Spending
 from chunked_prefill.step_time import (
+    TILE_ROWS,
     StepLoad,
     StepTimeEstimator,
     StepTimeModel,
@@ -28,8 +29,9 @@ PRIOR = prior_model(linear_flops_per_token=2.1e8, attention_flops_per_pair=7e4, 
 
 def test_loads_count_decodes_and_pairs() -> None:
     load = StepLoad.of([(99, 1), (9, 1), (100, 50), (0, 4)])
-    assert load == StepLoad(56, 4, 110, 50 * 125 + 4 * 2, 100)
+    assert load == StepLoad(56, 4, 110, 50 * 125 + 16 * 2, 100)
     assert load.kind == "mixed"
+    assert StepLoad.of([(10, 2)]) == StepLoad(2, 1, 11 + 12, 0.0)
     assert StepLoad.of([(5, 1)]).kind == "decode"
     assert StepLoad.of([(0, 3)]).kind == "prefill"
 
@@ -46,10 +48,10 @@ def test_the_longest_chunk_is_the_longest(depth: int, decodes: list[int], limit_
     def time_with(extra: int) -> float:
         return TRUTH.predict_s(StepLoad.of([*chunks, (depth, extra)]))
 
-    # A chunk of one token is priced as a decode; from two on it is a chunk.
-    if length >= 2:
+    # One shorter than a tile takes as long as a whole one, and one of two as two decodes.
+    if length >= TILE_ROWS:
         assert time_with(length) <= limit_s + 1e-9
-    assert time_with(max(2, length + 1)) > limit_s - 1e-9
+    assert time_with(max(TILE_ROWS, length + 1)) > limit_s - 1e-9
 
 
 def random_steps(rng: random.Random, count: int) -> list[StepLoad]:
@@ -144,16 +146,15 @@ def test_the_longest_chunk_is_the_longest_on_both_sides_of_the_knee(
     def time_with(extra: int) -> float:
         return model.predict_s(StepLoad.of([*chunks, (depth, extra)]))
 
-    if length >= 2:
+    # One shorter than a tile takes as long as a whole one, and one of two as two decodes.
+    if length >= TILE_ROWS:
         assert time_with(length) <= limit_s + 1e-9
-    assert time_with(max(2, length + 1)) > limit_s - 1e-9
+    assert time_with(max(TILE_ROWS, length + 1)) > limit_s - 1e-9
 
 
-@given(st.integers(0, 5000), st.integers(1, 3000), st.integers(2, 700))
+@given(st.integers(0, 5000), st.integers(1, 3000), st.integers(1, 700))
 def test_a_prompt_alone_takes_the_sum_of_its_steps(start: int, tokens: int, chunk: int) -> None:
     steps = [(at, min(chunk, start + tokens - at)) for at in range(start, start + tokens, chunk)]
-    if steps[-1][1] == 1:
-        return  # priced as a decode
     expected = sum(KNEED.predict_s(StepLoad.of([step])) for step in steps)
     assert KNEED.prefill_s(start, start + tokens, chunk) == pytest.approx(expected)
 

@@ -92,6 +92,21 @@ def test_nothing_else_is_changed(lab: Lab, cache: Path) -> None:
     assert second.usage.cached_tokens > first.usage.cached_tokens == 0
 
 
+def test_memory_of_contexts_that_nobody_had_goes_back(lab: Lab, cache: Path) -> None:
+    engine = lab.engine(blocks=400)
+    storage = engine.runner.cache.storage
+    for _ in zip(range(40), calibrate(engine, SECONDS)):  # noqa: B905 - ends with the first
+        pass
+    assert not storage.any()  # the kernel gives empty pages
+    prompt = lab.prompt("the thing in the rain")
+    run_one(engine, prompt, greedy(3), poison=False)
+    kept = storage.clone()
+    measured(engine)
+    assert storage.any(), "somebody's blocks are cached"
+    held = kept != 0
+    assert (storage[held] == kept[held]).all()
+
+
 def test_it_is_refused_while_somebody_is_served(lab: Lab, cache: Path) -> None:
     engine = lab.engine(blocks=400)
     engine.add(lab.prompt("a cat").request("a", greedy(3)))
