@@ -77,6 +77,13 @@ def _shares(value: Any) -> Any:
     return value
 
 
+def _folder(value: Any) -> Any:
+    """An empty name, as of an environment variable that is not set, would be the working folder."""
+    if value == "":
+        raise ValueError("an empty name is no folder; name one, or leave it out")
+    return value
+
+
 def _words(value: Any) -> Any:
     """A comma-separated list, as flags and environment variables write it."""
     if isinstance(value, str):
@@ -166,15 +173,22 @@ class ServeConfig(BaseSettings):
         le=2**20,
         allow_inf_nan=False,
     )
-    disk_kv_path: Path | None = _setting(
+    disk_kv_path: Annotated[Path | None, BeforeValidator(_folder)] = _setting(
         "Folder that keeps prompts' KV over a restart; needs --host-kv-gib", core=True
     )
     disk_kv_gib: float = _setting(
         "GiB that this folder may take", 16.0, core=True, gt=0, le=2**20, allow_inf_nan=False
     )
-    cold_kv: ColdKV = _setting("How KV on the host is attended", "auto", core=True)
+    cold_kv: ColdKV = _setting(
+        "auto, cpu (where it lies) or stream (brought to the device): how KV on the host is "
+        "attended",
+        "auto",
+        core=True,
+    )
     enable_prefix_caching: bool = _setting("Reuse the KV of equal beginnings", True, core=True)
-    kv_events: bool = _setting("Publish at /v1/kv/events what the prefix cache holds", False)
+    kv_events: bool = _setting(
+        "Publish at /v1/kv/events what the prefix cache holds", False, core=True
+    )
     calibrate: bool = _setting(
         "Measure step times before serving, unless that was done before", False, core=True
     )
@@ -229,10 +243,21 @@ class ServeConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _disk_behind_host(self) -> ServeConfig:
+    def _tiers_behind_each_other(self) -> ServeConfig:
         if self.disk_kv_path is not None and self.host_kv_gib is None:
             raise ValueError(
-                "disk_kv_path needs host memory, through which KV comes and goes: give host_kv_gib"
+                "--disk-kv-path needs host memory, through which its KV comes and goes: add "
+                "--host-kv-gib 1 or more"
+            )
+        if "disk_kv_gib" in self.model_fields_set and self.disk_kv_path is None:
+            raise ValueError(
+                "--disk-kv-gib bounds the folder of --disk-kv-path: name that, or leave "
+                "--disk-kv-gib out"
+            )
+        if self.cold_kv != "auto" and self.host_kv_gib is None:
+            raise ValueError(
+                f"--cold-kv {self.cold_kv} says how KV on the host is attended: add "
+                "--host-kv-gib 1 or more, or leave --cold-kv out"
             )
         return self
 

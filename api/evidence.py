@@ -7,7 +7,9 @@ question (neutral.py), the fields' types (schemas.py), or when a report is sent.
 A position draws attention for what it is (a heading, a name, the end of a line) whatever is asked,
 so a mass says little alone. The baseline is the same prompt with its question replaced by a neutral
 one; its KV up to the question is the prompt's own and comes from the prefix cache. Both prompts are
-equal up to the question, and intervals up to there are compared.
+equal up to the question, and intervals up to there are compared. Where no interval ends before the
+question, as in a text of one paragraph, there is nothing to compare and no baseline; the report's
+`note` then names the field that helps.
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ JSON = dict[str, Any]
 BASELINE_TOKENS = 16
 """Most tokens of the answer to the neutral question, whose rows the baseline is the mean of."""
 _DIGITS = 6
+_NOTHING_COMMON = (
+    "No interval lies before the question, which is taken to be the last paragraph, so there is "
+    "nothing to compare with: name the question in return_evidence.question, or ask for shorter "
+    "intervals in return_evidence.interval."
+)
 
 
 def evidence_params(asked: Asked, num_layers: int) -> EvidenceParams | None:
@@ -117,6 +124,8 @@ class Described:
 
     intervals: tuple[Interval, ...]
     baseline: Prompt | None
+    note: str | None
+    """Why there is no baseline, where the client can change that."""
     common_tokens: int
     """Tokens that the prompt and its baseline begin with alike."""
     baseline_tokens: int
@@ -136,7 +145,11 @@ def _describe(
         unlike = (place for place, (a, b) in enumerate(pairs) if a != b)
         common = next(unlike, min(len(prompt.token_ids), len(baseline.token_ids)))
         tokens = min(BASELINE_TOKENS, max_model_len - len(baseline.token_ids))
-    return Described(intervals(prompt, tokenizer, length), baseline, common, tokens)
+    shown = intervals(prompt, tokenizer, length)
+    note = None
+    if baseline is not None and all(one.end > common for one in shown):
+        baseline, note = None, _NOTHING_COMMON
+    return Described(shown, baseline, note, common, tokens)
 
 
 @dataclass
@@ -179,7 +192,10 @@ class EvidenceReport:
                     "return_evidence.baseline out.",
                     param="return_evidence.baseline",
                 )
-            described.append(_describe(prompt, baseline, tokenizer, params.interval, max_model_len))
+            one = _describe(prompt, baseline, tokenizer, params.interval, max_model_len)
+            if one.note is not None and required:
+                raise BadRequestError(one.note, param="return_evidence.baseline")
+            described.append(one)
         return cls(params, n, tuple(described))
 
     def plan_baselines(self, requests: Sequence[Request]) -> None:
@@ -258,6 +274,7 @@ class EvidenceReport:
             "sink_mass": round(evidence.sink_mass, _DIGITS),
             "answer_mass": round(evidence.answer_mass, _DIGITS),
             "baseline": self._baseline(place),
+            **({} if described.note is None else {"note": described.note}),
             "intervals": entries,
         }
 

@@ -60,9 +60,9 @@ def whole(flag: str, text: str) -> int:
 
 
 def lengths(flag: str, text: str) -> tuple[int, ...]:
-    """`8k,131072`. Raises PlanError."""
+    """`8k,131072`, each once. Raises PlanError."""
     try:
-        return tuple(int(number(part)) for part in text.split(","))
+        return tuple(dict.fromkeys(int(number(part)) for part in text.split(",")))
     except (ValueError, OverflowError) as error:
         raise PlanError(f"--{flag} {text!r} is no list of lengths such as 8k,131072") from error
 

@@ -118,17 +118,15 @@ def simulate(
     *,
     linear: bool = False,
     bias: float = 1.0,
-    prior: float = 1.0,
     factor: float | Callable[[float], float] = 1.0,
 ) -> Outcome:
-    """The requests on an 8B and one H200, by one of the policies above. `prior`: so many times
-    their length steps are believed to take at first. `factor`: see ModelExecutor."""
+    """The requests on an 8B and one H200, by one of the policies above. `factor`: see
+    ModelExecutor."""
     knee = 0 if linear else round(READ_S / TOKEN_S)
     truth = StepTimeModel(
         READ_S + LAUNCH_S, SEQUENCE_S, TOKEN_S, CONTEXT_S, PAIR_S, knee_tokens=knee
     )
-    first = truth.scaled(prior)
-    estimator = StepTimeEstimator(first) if bias == 1 else BiasedEstimator(first, bias)
+    estimator = StepTimeEstimator(truth) if bias == 1 else BiasedEstimator(truth, bias)
     budget: Budget = TimeBudget(MOST_TOKENS, TPOT_S, estimator)
     order: Policy = Deadline(TtftPromise(TTFT_S, STRETCH), lambda: estimator.model, MOST_TOKENS)
     if policy != "deadline":

@@ -31,6 +31,19 @@ class BlockStore:
     slot: int
 
 
+class DeviceTooSmallError(ValueError):
+    """The device's pool has `num_blocks`, where a large sequence needs `least_blocks`."""
+
+    def __init__(
+        self, num_blocks: int, least_blocks: int, block_size: int, chunk_tokens: int
+    ) -> None:
+        self.num_blocks, self.least_blocks = num_blocks, least_blocks
+        super().__init__(
+            f"the device's pool holds {num_blocks * block_size} tokens; sequences beyond it need "
+            f"{least_blocks * block_size} of them at --max-num-batched-tokens {chunk_tokens}"
+        )
+
+
 @dataclass(slots=True)
 class _Cold:
     """One large sequence."""
@@ -52,8 +65,8 @@ class _Cold:
 class ColdPrefixes:
     """The cold beginnings over one device pool of `num_blocks` blocks and one host pool.
 
-    `chunk_tokens`: most tokens that a step adds to a sequence. Raises ValueError when the device is
-    too small for a large sequence at all.
+    `chunk_tokens`: most tokens that a step adds to a sequence. Raises DeviceTooSmallError when the
+    device is too small for a large sequence at all, ValueError for a block_size that does not fit.
     """
 
     def __init__(
@@ -73,11 +86,7 @@ class ColdPrefixes:
         """Most device blocks of one large sequence: half of them can be a hit of the prefix cache,
         and a chunk and a superblock that is not full yet fit into the other half."""
         if self.quota_blocks > num_blocks:
-            raise ValueError(
-                f"the device's pool holds {num_blocks * block_size} tokens; sequences beyond it "
-                f"need {least * block_size} of them at chunks of {chunk_tokens}. Give the pool "
-                "more memory, lower --max-num-batched-tokens, or leave --host-kv-gib out"
-            )
+            raise DeviceTooSmallError(num_blocks, least, block_size, chunk_tokens)
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._owners: dict[int, _Cold] = {}

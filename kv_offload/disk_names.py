@@ -11,11 +11,12 @@ hashes are all that it holds; like the files it can be read by its owner only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,7 +94,8 @@ class DiskNames:
         self._lines.move_to_end(disk_key)
         if known:
             return
-        self._write(self._path, "a", line.text(disk_key))
+        with self._forgiven():
+            _write(self._path, "a", line.text(disk_key))
         if len(self._lines) > 4 * self._recent:
             self._rewrite(self._recent)
 
@@ -103,18 +105,17 @@ class DiskNames:
         lines = ((key, line) for key, line in self._lines.items() if key in keep)
         self._lines = OrderedDict(lines)
         text = "".join(line.text(key) for key, line in self._lines.items())
-        if self._write(self._unfinished, "w", text):
+        with self._forgiven():
+            _write(self._unfinished, "w", text)
             os.replace(self._unfinished, self._path)
 
-    def _write(self, path: Path, mode: str, text: str) -> bool:
+    @contextlib.contextmanager
+    def _forgiven(self) -> Iterator[None]:
         """A disk that takes no more costs what a later process could tell, and nothing now."""
         try:
-            with open(path, mode, encoding="utf-8", opener=_private) as file:
-                file.write(text)
+            yield
         except OSError as error:
-            logger.warning("%s was not written: %s", path, error)
-            return False
-        return True
+            logger.warning("%s was not written: %s", self._path, error)
 
 
 def _is_ours(line: _Line, model: str, key: CacheKey) -> bool:
@@ -122,6 +123,11 @@ def _is_ours(line: _Line, model: str, key: CacheKey) -> bool:
     tenant = line.name.tenant
     ours = line.disk_root == root_key(replace(key, tenant=tenant))
     return ours and line.root == root_name(model, tenant, key.adapter).key
+
+
+def _write(path: Path, mode: str, text: str) -> None:
+    with open(path, mode, encoding="utf-8", opener=_private) as file:
+        file.write(text)
 
 
 def _private(path: str, flags: int) -> int:

@@ -2,7 +2,7 @@
 
 Owns: HostCache: for each CacheKey a tree of superblocks, and the numbers under which they lie in
 the host's pool. Does not own: which superblocks are free,
-referenced or evicted (host_pool.py), the device's tree (radix_cache.py), or copies (tier_cache.py).
+referenced or evicted (host_pool.py), the device's tree (radix_cache.py), or copies (transfer.py).
 Imports no torch.
 
 A node is a superblock of 256 tokens, found from its parent by its tokens' ids, which are compared:

@@ -1,7 +1,7 @@
 """The host tier's memory.
 
-Owns: HostMemory, the bytes of all superblocks, anonymous or mapped from a file, pinned or not, and
-the sums by which damage to them is found.
+Owns: HostMemory, the bytes of all superblocks, pinned or not, and the sums by which a test finds
+damage to them.
 Does not own: which superblocks are in use (host_pool.py), or copies (copies.py).
 """
 
@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
-import tempfile
 import threading
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from kv_offload.superblock import SuperblockLayout
+from kv_offload.superblock import SuperblockLayout, least_gib
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +35,8 @@ def superblocks_in_budget(layout: SuperblockLayout, budget_bytes: int) -> int:
     if count < 1:
         raise HostMemoryError(
             f"--host-kv-gib allows {budget_bytes:,} bytes; {layout.tokens} tokens of this model's "
-            f"KV take {layout.stride_bytes:,}. Allow at least that, or leave the host tier out."
+            f"KV take {layout.stride_bytes:,}. Use --host-kv-gib {least_gib(layout.stride_bytes)} "
+            "or more, or leave it out."
         )
     return count
 
@@ -72,18 +70,14 @@ class CudaPinner:
 class HostMemory:
     """`num_superblocks` superblocks, each on pages of its own.
 
-    Nothing is written at construction: anonymous memory that was never used takes none. A mapped
-    file is allocated in full, because a disk that fills up later would end the process at a write;
-    it has no name, so nothing is left behind.
+    Nothing is written at construction: memory that was never used takes none.
 
     Args:
-        folder: where the mapped file lies; None for anonymous memory.
         pinner: locks the pages piece by piece in a thread; the memory can be used meanwhile.
         verify: keep a sum of every block, so that one that changed while it lay here is not used.
-            Costs a further pass over the bytes, and sums do not find blocks taken for others. For
-            caches on the CPU only.
-
-    Raises HostMemoryError when the disk has no room for the file.
+            A debugging aid, which no setting of a server turns on: random tests of copies find by
+            it what was written too early or too late. Costs a further pass over the bytes, and
+            sums do not find blocks taken for others. For caches on the CPU only.
     """
 
     def __init__(
@@ -91,7 +85,6 @@ class HostMemory:
         layout: SuperblockLayout,
         num_superblocks: int,
         *,
-        folder: Path | None = None,
         pinner: Pinner | None = None,
         piece_bytes: int = PIECE_BYTES,
         verify: bool = False,
@@ -101,7 +94,7 @@ class HostMemory:
         self.layout = layout
         self.num_superblocks = num_superblocks
         self.num_bytes = num_superblocks * layout.stride_bytes
-        self._map = _anonymous(self.num_bytes) if folder is None else _file(folder, self.num_bytes)
+        self._map = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         dtype: torch.dtype = getattr(torch, layout.kv.dtype)
         whole = torch.frombuffer(self._map, dtype=dtype, count=self.num_bytes // dtype.itemsize)
         stride = layout.stride_bytes // dtype.itemsize
@@ -201,22 +194,3 @@ class _Pinning:
         while self._pinned:
             self._pinner.unpin(self._pinned.pop())
         self.pinned_bytes = 0
-
-
-def _anonymous(num_bytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-def _file(folder: Path, num_bytes: int) -> mmap.mmap:
-    try:
-        with tempfile.TemporaryFile(dir=folder, prefix="longlens-kv-") as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-            else:
-                file.truncate(num_bytes)
-            return mmap.mmap(file.fileno(), num_bytes)
-    except OSError as error:
-        raise HostMemoryError(
-            f"{num_bytes:,} bytes for the host tier cannot be had in {folder}: {error.strerror}. "
-            "Lower --host-kv-gib, or name a folder on a disk with more room."
-        ) from error

@@ -48,10 +48,7 @@ class HostPoolStats:
     """Referenced by somebody."""
     cached: int
     """Valid, referenced by nobody."""
-    commits: int
     evictions: int
-    refusals: int
-    """Reservations that found too few superblocks free or cached."""
 
 
 @dataclass(slots=True)
@@ -77,9 +74,7 @@ class HostPool:
         self._entries: dict[int, _Entry] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._next = 0
-        self._commits = 0
         self._evictions = 0
-        self._refusals = 0
 
     @property
     def num_free(self) -> int:
@@ -109,16 +104,13 @@ class HostPool:
             self.num_superblocks,
             self.num_used,
             self.num_cached,
-            self._commits,
             self._evictions,
-            self._refusals,
         )
 
     def reserve(self, count: int) -> Reserved | None:
         """`count` superblocks with one reference each, all or nothing: None when fewer are free or
         cached, with nothing changed."""
         if count > self.num_available:
-            self._refusals += 1
             return None
         evicted = tuple(self._evict_oldest() for _ in range(count - self.num_free))
         found = []
@@ -137,7 +129,6 @@ class HostPool:
         if entry.filled:
             raise HostPoolError(f"superblock {superblock} is committed twice")
         entry.filled = filled
-        self._commits += 1
 
     def share(self, superblocks: Iterable[int]) -> None:
         """One more reference on each. A cached superblock is in use again."""

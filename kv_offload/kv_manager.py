@@ -356,6 +356,12 @@ class KVManager:
             table.sources = Sources(device, host, loaded.from_disk)
         return ended
 
+    def start_loads(self) -> None:
+        """The copies that `reserve` returned are issued: what `load` asked for may overwrite the
+        blocks that they read. Without this call it starts with the next `poll` or `wait`."""
+        if self.tiers is not None:
+            self.tiers.transfers.start_loads()
+
     @property
     def copying(self) -> bool:
         """Whether copies between tiers are under way or about to start."""

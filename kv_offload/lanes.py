@@ -23,7 +23,7 @@ class Ticket:
     direction: Direction
     work: Work
     after: Any
-    """The engine's fence at the time of the call."""
+    """The engine's fence: of the call, or, of a load, of its start."""
     hold: Hold
     submitted: float
     deadline: float

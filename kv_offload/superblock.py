@@ -12,6 +12,7 @@ link's rate in pieces under 28 KiB (vLLM #42212): blocks of 16 tokens are too sm
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 from kv_offload.layout import KVLayout, LayoutError
@@ -68,10 +69,6 @@ class SuperblockLayout:
         """From one superblock to the next in host memory."""
         return -(-self.num_bytes // PAGE_BYTES) * PAGE_BYTES
 
-    def superblocks_for(self, num_tokens: int) -> int:
-        """Fewest superblocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.tokens)
-
     def superblocks_in(self, num_bytes: int) -> int:
         """Most superblocks whose memory fits into `num_bytes`."""
         return num_bytes // self.stride_bytes
@@ -82,3 +79,8 @@ class SuperblockLayout:
         said = (kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.dtype, kv.windows)
         order = (self.tokens, self.head_major)
         return hashlib.sha256(repr((said, order)).encode()).digest()
+
+
+def least_gib(num_bytes: int) -> str:
+    """GiB as a flag takes them, rounded up to what holds so many bytes."""
+    return f"{math.ceil(num_bytes / 2**30 * 1e4) / 1e4:.4f}".rstrip("0").rstrip(".")

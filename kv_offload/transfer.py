@@ -9,12 +9,19 @@ everything here.
 Life of a ticket:
 
     store, load, stream, save, fetch    references taken, the fence noted; the number is returned
+    start_loads, poll                   loads get their fence, and start
     poll                                copies are started and closed; owners are told once
     closed                              references given back, a filled superblock is committed
 
 Both directions are fenced. A copy begins after the compute that was issued before the call: it
 reads what that wrote, and does not overwrite what that reads. What it writes may be read when
 `poll` has told of it (or after `join`), never before; `is_being_written` tells.
+
+Asking for a load starts nothing. A step's plan gives up blocks whose KV its own copies still read
+(a superblock that goes to the host, a block that is copied on write), and may give the same blocks
+to a load. So loads wait for `start_loads`, after the plan's copies were issued, and take their
+fence there. Whoever has nothing to issue needs no such call: the next `poll`, `wait` or `join`,
+none of which belongs between a plan and its copies, starts them as well.
 
 A ticket holds a reference of its own on each block and superblock, so an owner may free his at any
 time (an abort): they return to their pools when the copy has let go of them. For the same reason
@@ -108,6 +115,8 @@ class Transfers:
         every = (self._stream_lane, self._memory_lane, self._disk_lane)
         self._lanes = [lane for lane in every if lane is not None]
         self._open: dict[int, Ticket] = {}
+        self._unstarted: list[Ticket] = []
+        """Loads that wait for the copies of the step which is being planned."""
         self._answers: deque[Completion] = deque()
         self._next = 0
         self._closed = False
@@ -135,7 +144,7 @@ class Transfers:
 
     def load(self, superblock: int, blocks: Sequence[int], *, first: int = 0) -> int:
         """Copy blocks `first`, `first` + 1, ... of a superblock into device `blocks`, which the
-        caller has just allocated; the ticket's number.
+        caller has just allocated; the ticket's number. It starts with `start_loads`.
 
         Raises TransferError for blocks that another ticket reads or writes, and for blocks that the
         superblock does not hold.
@@ -192,6 +201,13 @@ class Transfers:
             return
         self._give_up(found, CANCELLED, tell=False)
 
+    def start_loads(self) -> None:
+        """All reads of blocks that were given up before the loads were asked for are issued."""
+        unstarted, self._unstarted = self._unstarted, []
+        for ticket in unstarted:
+            ticket.after = self._memory_lane.engine.fence()
+            self._memory_lane.add(ticket)
+
     # -- answering ---------------------------------------------------------------------------------
 
     def poll(self) -> list[Completion]:
@@ -233,6 +249,7 @@ class Transfers:
         """
         found = self._open.get(ticket)
         if found is not None and not found.told:
+            self.start_loads()
             lane = self._lane_of(found)
             lane.start_now(found)
             if lane.engine.order_compute_after(ticket):
@@ -337,7 +354,8 @@ class Transfers:
         return Counter(s for ticket in self._open.values() for s in ticket.hold.superblocks)
 
     def check_invariants(self) -> None:
-        known = sorted(number for lane in self._lanes for number in lane.numbers())
+        unstarted = [ticket.number for ticket in self._unstarted]
+        known = sorted(unstarted + [n for lane in self._lanes for n in lane.numbers()])
         if known != sorted(self._open):
             raise AssertionError(f"the lanes have tickets {known}, open are {sorted(self._open)}")
         self._holds.check_invariants([ticket.hold for ticket in self._open.values()])
@@ -365,15 +383,20 @@ class Transfers:
             raise TransferError("the transfers were closed")
         now = self._clock()
         limit = self._limits.urgent_s if direction.urgent else self._limits.later_s
-        number, fence = self._next, lane.engine.fence()
+        number, is_load = self._next, direction is Direction.LOAD
+        fence = None if is_load else lane.engine.fence()
         ticket = Ticket(number, direction, work, fence, hold, now, now + limit)
         self._next += 1
         self._holds.take(hold)
         self._open[number] = ticket
-        lane.add(ticket)
+        if is_load:
+            self._unstarted.append(ticket)
+        else:
+            lane.add(ticket)
         return number
 
     def _advance(self) -> None:
+        self.start_loads()
         self._close_ended()
         now = self._clock()
         for ticket in [t for t in self._open.values() if not t.told and t.deadline <= now]:
@@ -406,7 +429,10 @@ class Transfers:
         until it ends, and commits nothing then."""
         ticket.told = True
         self._fail(ticket, cause, tell=tell)
-        if self._lane_of(ticket).withdraw(ticket):
+        if ticket in self._unstarted:
+            self._unstarted.remove(ticket)
+            self._release(ticket)
+        elif self._lane_of(ticket).withdraw(ticket):
             self._release(ticket)
 
     def _release(self, ticket: Ticket) -> None:

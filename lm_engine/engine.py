@@ -92,6 +92,7 @@ class Engine:
         self.info = info
         self.scheduler = scheduler
         self.runner = runner
+        runner.after_copies = scheduler.kv.start_loads
         self.tokenizer = tokenizer
         self.images = images
         self._mrope = mrope

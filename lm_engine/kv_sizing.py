@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from kv_offload.cold_prefix import DeviceTooSmallError
 from kv_offload.host_memory import CudaPinner, HostMemory, HostMemoryError, superblocks_in_budget
 from kv_offload.host_pool import HostPool
 from kv_offload.kv_events import KVEventSink
@@ -73,6 +74,13 @@ def kv_manager(
             chunk_tokens=options.max_num_batched_tokens,
             events=events,
         )
+    except DeviceTooSmallError as error:
+        assert host is not None
+        least = error.least_blocks * host.layout.kv.bytes_per_block
+        raise HostTierError(
+            f"{error}. Use --kv-cache-memory-bytes {least} or more, lower "
+            "--max-num-batched-tokens, or leave --host-kv-gib out."
+        ) from error
     except ValueError as error:
         raise HostTierError(str(error)) from error
 

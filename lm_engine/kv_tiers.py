@@ -15,6 +15,7 @@ from kv_offload.disk_tier import DiskTier, DiskTierError, check_folder
 from kv_offload.host_memory import HostMemory
 from kv_offload.kv_manager import KVManager
 from kv_offload.superblock import SuperblockLayout
+from kv_offload.tickets import CANCELLED
 from lm_engine.client import TierStats
 from lm_engine.kv_sizing import HostTierError
 from lm_engine.options import EngineOptions
@@ -26,11 +27,11 @@ def check_disk(options: EngineOptions) -> None:
         return
     if options.host_kv_bytes is None:
         raise HostTierError(
-            "--disk-kv-path needs a host tier, through which its KV comes and goes; add "
+            "--disk-kv-path needs host memory, through which its KV comes and goes: add "
             "--host-kv-gib 1 or more"
         )
     try:
-        check_folder(Path(options.disk_kv_path))
+        check_folder(Path(options.disk_kv_path), options.disk_kv_bytes)
     except DiskTierError as error:
         raise HostTierError(str(error)) from error
 
@@ -69,7 +70,12 @@ def tier_stats(kv: KVManager) -> TierStats | None:
         stalled_s=kv.tiers.stalled_seconds,
         staging_stalled_s=transfers.stalled_seconds,
         bytes_copied=tuple((d.value, count) for d, count in transfers.bytes_copied.items()),
-        failures=tuple((d.value, cause, n) for (d, cause), n in transfers.failures.items()),
+        failures=tuple(
+            (direction.value, cause, count)
+            for (direction, cause), count in transfers.failures.items()
+            # Nobody wanted it any more: an abort, or the rest of a recall that ended.
+            if cause != CANCELLED
+        ),
     )
 
 

@@ -43,6 +43,8 @@ class Runner:
         self.ring = ring
         self.between_layers: Callable[[], None] | None = None
         """Called by each layer, so that a long step need not leave small questions waiting."""
+        self.after_copies: Callable[[], None] | None = None
+        """Called when a step's block copies are issued: what they read may be overwritten."""
         self.tiers = None if cache.host is None else TierCopies(cache, cache.host)
 
     @torch.inference_mode()
@@ -54,6 +56,8 @@ class Runner:
                 copy_now(self.tiers.store(copy.blocks, copy.slot), self.cache.device)
             else:
                 self.cache.copy_blocks([copy.source], [copy.target])
+        if self.after_copies is not None:
+            self.after_copies()
         hidden = self.decoder.embed(batch.token_ids)
         deepstack = self._place_images(hidden, batch)
         config, evidence = self.decoder.config, batch.evidence

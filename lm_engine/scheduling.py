@@ -15,6 +15,7 @@ from chunked_prefill.settings import SchedulingSettings, build
 from chunked_prefill.step_time import StepTimeEstimator, StepTimeModel, prior_model
 from kv_offload.kv_manager import KVManager
 from kv_offload.radix_cache import CacheKey
+from lm_engine.attention.native_plan import LANES
 from lm_engine.models.config import DecoderConfig
 from lm_engine.options import EngineOptions
 
@@ -66,6 +67,7 @@ def _prior(config: DecoderConfig, device: torch.device) -> StepTimeModel:
         linear_flops_per_token=2 * weights,
         attention_flops_per_pair=4 * attention_width * config.num_layers,
         flops_per_s=flops_per_s(device),
+        tile_rows=LANES * config.num_kv_heads / config.num_heads,
     )
 
 

@@ -4,9 +4,9 @@ Owns: NativePlan, the arrays of one batch under one window, and the Call that na
 Does not own: the calls (native.py), the arithmetic (attention.cpp), or staging (staging.py).
 
 A lane is one query row of one head. A task is up to 64 lanes of one sequence and KV head over a
-range of keys. Sequences with few lanes over many keys are cut along their keys too, at fixed
-positions that depend on nothing but the slice itself, so that the number of threads never changes
-an answer; the parts are merged in order of position.
+range of keys. Keys are cut too, at fixed positions: at multiples of 512 for sequences of few lanes,
+of 2,048 for all others, however many lanes they have. So neither the number of threads nor the
+chunk that a row comes in changes how its parts are made and merged, which is in order of position.
 
 Cold keys that are streamed take one of two ways. Chunks meet them in the ring's buffers: in phases,
 one per piece, and what lies on the device in the last phase. A task that meets several phases is
@@ -43,8 +43,7 @@ STATE_BYTES = 4 * (MOST_HEAD_DIM * LANES + 2 * LANES)
 KEYS_PER_FEW = 512
 """Keys of a task of few lanes (`STAGED_KEYS` of attention.h)."""
 _KEYS_PER_TASK = 2048
-_FEWEST_TASKS = 32
-"""A slice with fewer tasks than this per key range is cut along its keys."""
+"""Of all others: few enough that a chunk of few rows behind many keys has work for all cores."""
 _GOES_ON, _TO_BE_GONE_ON = 1, 2
 """Values of `TASK_OPEN` of attention.h."""
 
@@ -130,7 +129,7 @@ def prepare(
                 len(tables.pieces) - first_piece,
             )
         )
-        step = _keys_per_task(sequence, group, layout.num_kv_heads)
+        step = KEYS_PER_FEW if is_few(sequence, group) else _KEYS_PER_TASK
         for lane, lanes, start, end in _lane_blocks(sequence, group, window):
             bounds = _bounds(start, end, step)
             for head in range(layout.num_kv_heads):
@@ -287,18 +286,7 @@ def _lane_blocks(
         yield lane, lanes, start, last + 1
 
 
-def _keys_per_task(piece: SequenceSlice, group: int, num_kv_heads: int) -> int | None:
-    lanes = piece.query_len * group
-    if is_few(piece, group):
-        return KEYS_PER_FEW
-    if -(-lanes // LANES) * num_kv_heads < _FEWEST_TASKS:
-        return _KEYS_PER_TASK
-    return None
-
-
-def _bounds(start: int, end: int, step: int | None) -> list[tuple[int, int]]:
+def _bounds(start: int, end: int, step: int) -> list[tuple[int, int]]:
     """[start, end) cut at multiples of `step`."""
-    if step is None:
-        return [(start, end)]
     cuts = [start, *range((start // step + 1) * step, end, step), end]
     return list(pairwise(cuts))

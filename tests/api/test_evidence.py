@@ -166,7 +166,11 @@ async def test_a_stream_ends_with_it(client: ClientFactory, usage: bool) -> None
 async def test_every_choice_of_every_prompt(client: ClientFactory) -> None:
     engine = Witness()
     http = await client(engine)
-    body = {"prompt": [f"{DOCUMENT}\n{QUESTION}", "a\nb"], "n": 2, "return_evidence": True}
+    body = {
+        "prompt": [f"{DOCUMENT}\n{QUESTION}", f"{DOCUMENT[34:]}\nb"],
+        "n": 2,
+        "return_evidence": True,
+    }
     evidence = (await http.post(TEXT, json=body)).json()["evidence"]
     assert [choice["index"] for choice in evidence["choices"]] == [0, 1, 2, 3]
     sizes = [choice["intervals"][-1]["end"] for choice in evidence["choices"]]
@@ -207,6 +211,28 @@ async def test_ids_have_no_question_to_replace(client: ClientFactory) -> None:
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "return_evidence.baseline"
     assert len(engine.seen) == 1
+
+
+async def test_a_question_that_is_all_there_is_has_no_baseline(client: ClientFactory) -> None:
+    engine = Witness()
+    http = await client(engine)
+    body = {"prompt": f"{DOCUMENT} {QUESTION}", "max_tokens": 4, "return_evidence": True}
+    (choice,) = (await http.post(TEXT, json=body)).json()["evidence"]["choices"]
+    assert choice["baseline"] is None
+    assert "return_evidence.question" in choice["note"]
+    assert {one["lift"] for one in choice["intervals"]} == {None}
+    assert len(engine.seen) == 1, "nothing is asked that nothing can be compared with"
+
+    refused = await http.post(TEXT, json={**body, "return_evidence": {"baseline": True}})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "return_evidence.baseline"
+    assert "return_evidence.question" in refused.json()["error"]["message"]
+
+    named = {**body, "return_evidence": {"question": QUESTION}}
+    (choice,) = (await http.post(TEXT, json=named)).json()["evidence"]["choices"]
+    assert choice["baseline"]["common_tokens"] >= 64
+    assert "note" not in choice
+    assert choice["intervals"][0]["lift"] is not None
 
 
 async def test_a_neutral_question_without_room_is_left_out(client: ClientFactory) -> None:

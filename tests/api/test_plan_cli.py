@@ -52,7 +52,9 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = _run(capsys, "llama-3.1-70b", "--device", "8xH100", "--json", "--context", "8k")
+    code, out, _ = _run(
+        capsys, "llama-3.1-70b", "--device", "8xH100", "--json", "--context", "8k,8192"
+    )
     plan = json.loads(out)
     assert code == 0
     assert plan["kv_bytes_per_token"] == 327_680

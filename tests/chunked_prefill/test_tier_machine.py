@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 )
 
 from chunked_prefill.budget import TokenBudget
+from chunked_prefill.request import Request, SamplingParams
 from chunked_prefill.scheduler import Scheduler, StepPlan
 from chunked_prefill.sequence import Sequence as Tokens
 from kv_offload.cold_prefix import BlockStore
@@ -183,6 +184,7 @@ class TieredWorld(World):
         self.kv.tiers.worth.least_tokens = 2
         self.scheduler = Scheduler(self.kv, TokenBudget(budget), seats)
         self.draw = random.Random(seed)
+        self.haste = self.draw.choice((0.0, 0.2, 1.0))
         self.numbers = itertools.count()
         self.idle_steps = 0
         self.rows = {}
@@ -243,6 +245,48 @@ class TieredWorld(World):
     def a_long_one_arrives(self, head: int, outputs: int, n: int) -> None:
         self.arrive(head, 2, 0, outputs, n, "", 0, None)
 
+    @precondition(lambda self: self.room_beyond_the_device() > 0)
+    @rule(short=st.integers(1, 20))
+    def the_beginning_of_one_that_gives_up_blocks_is_asked_for(self, short: int) -> None:
+        """In the very step in which it does, with the rest of the device full of others' KV, and
+        all of the host promised to it, so that nothing was stored before."""
+        tokens = self.kv.pool.num_blocks * self.kv.block_size
+        self.send(tuple(self.draw.choices(range(9, 16), k=tokens)), 1)
+        self.go_on_until(lambda: not self.scheduler.running and not self.scheduler.waiting)
+        ids = tuple(self.draw.choices(range(2, 9), k=tokens - short))
+        self.send(ids, short + self.room_beyond_the_device())
+        self.go_on_until(lambda: any(map(self.gives_up_blocks, self.scheduler.running)))
+        for sequence in self.scheduler.running:
+            if self.gives_up_blocks(sequence):
+                cold = self.kv.cold_tokens(sequence.seq_id)
+                self.send((*sequence.token_ids[:cold], 1), 1)
+        self.step()
+
+    def room_beyond_the_device(self) -> int:
+        """Tokens."""
+        return self.kv.capacity_tokens - self.kv.pool.num_blocks * self.kv.block_size
+
+    def go_on_until(self, reached: Callable[[], bool]) -> None:
+        """Or for so long."""
+        for _ in range(200):
+            if reached():
+                return
+            self.step()
+            for engine, ticket in self.under_way():
+                engine.finish(ticket)
+
+    def gives_up_blocks(self, sequence: Tokens) -> bool:
+        """Whether what the sequence computes next sends its oldest superblock to the host."""
+        owner, end = sequence.seq_id, sequence.num_computed_tokens
+        full = self.kv.held_blocks(owner) == self.kv.device_bound(sequence.max_tokens)
+        return full and self.kv.cold_tokens(owner) > 0 and self.kv.held_tokens(owner) == end
+
+    def send(self, ids: tuple[int, ...], outputs: int) -> None:
+        number = next(self.numbers)
+        request = Request(f"r{number}", ids, SamplingParams(outputs))
+        if self.scheduler.never_fits(request) is None:
+            self.scheduler.add(Tokens(request, next(self.numbers), number))
+
     # -- as before, with more places ----------------------------------------------------------
 
     @rule(tenant=st.sampled_from([None, "", "other"]))
@@ -255,13 +299,22 @@ class TieredWorld(World):
         plan = self.scheduler.schedule()
         for victim in plan.preempted:
             self.rows.pop(victim.seq_id, None)
+        self.copies_go_on()
         for copy in plan.copies:
             if isinstance(copy, BlockStore):
                 self.places.store(copy.blocks, copy.slot).run()
             else:
                 device = self.places._device
                 self.places._move(device([copy.source]), device([copy.target])).run()
+        self.kv.start_loads()
+        self.copies_go_on()
         return plan
+
+    def copies_go_on(self) -> None:
+        """A thread that copies does not wait for the step's parts."""
+        for engine, ticket in self.under_way():
+            if self.draw.random() < self.haste:
+                engine.finish(ticket)
 
     def slots(self, sequence: Tokens) -> list[Place]:
         cold = [p for slot in self.kv.cold_slots(sequence.seq_id) for p in self.places._host(slot)]
@@ -344,6 +397,46 @@ _SHORT = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 def test_tiers_and_requests_in_any_order() -> None:
     run_state_machine_as_test(TieredWorld, settings=_SHORT)
+
+
+def blocks_stored_and_loaded_in_one_step() -> list[int]:
+    """While the machine plays such a case to its end."""
+    world = TieredWorld()
+    world.start(4, 8, 64, 30, 0, 8, 4, 0)
+    world.haste = 1.0
+    found: list[int] = []
+    schedule = world.scheduler.schedule
+
+    def watched() -> StepPlan:
+        plan = schedule()
+        for copy in plan.copies:
+            if isinstance(copy, BlockStore):
+                found.extend(filter(world.transfers.is_being_written, copy.blocks))
+        return plan
+
+    world.scheduler.schedule = watched  # type: ignore[method-assign]
+    world.the_beginning_of_one_that_gives_up_blocks_is_asked_for(9)
+    world.teardown()
+    return found
+
+
+def test_blocks_are_stored_before_a_load_of_the_same_step_overwrites_them() -> None:
+    assert blocks_stored_and_loaded_in_one_step()
+
+
+def test_the_machine_sees_a_load_that_starts_before_the_copies_of_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = Transfers.load
+
+    def at_once(self: Transfers, *args: Any, **kwargs: Any) -> int:
+        ticket = load(self, *args, **kwargs)
+        self.start_loads()
+        return ticket
+
+    monkeypatch.setattr(Transfers, "load", at_once)
+    with pytest.raises(AssertionError, match="reads"):
+        blocks_stored_and_loaded_in_one_step()
 
 
 @pytest.mark.slow

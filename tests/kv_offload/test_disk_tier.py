@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kv_offload import disk_file
 from kv_offload.disk_key import KEY_BYTES, chain_key, root_key, tenant_mark
-from kv_offload.disk_tier import DiskTier, DiskTierError
+from kv_offload.disk_tier import DiskTier, DiskTierError, check_folder
 from kv_offload.host_memory import HostMemory
 from kv_offload.layout import KVLayout
 from kv_offload.radix_cache import CacheKey
@@ -144,9 +146,11 @@ def test_a_file_that_vanished_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptur
     disk = Disk(tmp_path)
     disk.save(0, KEYS[0])
     _file(tmp_path, KEYS[0]).unlink()
-    with pytest.raises(CopyError, match="broken"):
+    with pytest.raises(CopyError, match="missing"):
         disk.fetch(KEYS[0], 0)
-    assert "cannot be read: No such file" in caplog.text
+    assert "is a miss: somebody else removed it" in caplog.text
+    stats = disk.tier.stats
+    assert (stats.misses, stats.broken, stats.files, stats.num_bytes) == (1, 0, 0, 0)
     disk.tier.close()
 
 
@@ -202,15 +206,15 @@ def test_unfinished_files_are_removed_and_strangers_stay(tmp_path: Path) -> None
     disk.tier.close()
 
 
-def test_a_disk_without_room_is_a_failed_save(
+def test_a_disk_that_fails_is_a_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = Disk(tmp_path)
 
-    def full(source: Path, target: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def broken(source: Path, target: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(disk_file.os, "replace", full)
+    monkeypatch.setattr(disk_file.os, "replace", broken)
     with pytest.raises(CopyError, match="disk"):
         disk.save(0, KEYS[0])
     assert "was not saved" in caplog.text
@@ -218,6 +222,103 @@ def test_a_disk_without_room_is_a_failed_save(
     assert KEYS[0] not in disk.tier
     disk.tier.check_invariants()
     disk.tier.close()
+
+
+class SmallDisk:
+    """Has room for `files` files of a tier, whatever the tier believes."""
+
+    def __init__(self, folder: Path, files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.files = folder, files
+        self._write = disk_file.write
+        monkeypatch.setattr(disk_file, "write", self.write)
+        monkeypatch.setattr(shutil, "disk_usage", self.usage)
+
+    @property
+    def free_bytes(self) -> int:
+        held = sum(file.stat().st_size for file in self.folder.glob("*.kv"))
+        return self.files * FILE_BYTES - held
+
+    def write(self, path: Path, *content: object) -> None:
+        if self.free_bytes < FILE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._write(path, *content)  # type: ignore[arg-type]
+
+    def usage(self, path: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=max(0, self.free_bytes))
+
+
+def test_a_full_disk_lowers_the_bound_until_it_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, small = Disk(tmp_path, files=6), SmallDisk(tmp_path, 2, monkeypatch)
+    for key in KEYS[:3]:
+        disk.save(0, key)
+    assert [key in disk.tier for key in KEYS[:3]] == [False, True, True], "the oldest made way"
+    disk.fetch(KEYS[1], 1)
+    disk.save(0, KEYS[3])
+    assert [key in disk.tier for key in KEYS[:4]] == [False, True, False, True], "the least used"
+    assert disk.tier.max_files == 2
+    assert disk.tier.stats.evictions == 2
+    (said,) = [record.message for record in caplog.records]
+    assert f"It holds 2 files, {2 * FILE_BYTES:,} bytes" in said
+    assert f"instead of the {6 * FILE_BYTES:,} of --disk-kv-gib" in said
+    small.files = 9
+    for key in KEYS:
+        disk.save(0, key)
+    assert all(key in disk.tier for key in KEYS)
+    assert disk.tier.max_files == 6
+    assert len(caplog.records) == 1
+    disk.tier.close()
+
+
+def test_a_disk_that_others_filled_fails_saves_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, small = Disk(tmp_path), SmallDisk(tmp_path, 1, monkeypatch)
+    disk.save(0, KEYS[0])
+    small.files = 0
+    for key in KEYS[1:4]:
+        with pytest.raises(CopyError, match="disk"):
+            disk.save(0, key)
+        disk.tier.check_invariants()
+    assert len(caplog.records) == 1
+    assert os.listdir(tmp_path) == ["lock"]
+    small.files = 1
+    saved = disk.save(1, KEYS[5])
+    assert torch.equal(disk.fetch(KEYS[5], 0), saved)
+    disk.tier.close()
+
+
+def test_a_bound_beyond_the_disk_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Disk(tmp_path, files=9)
+    disk.save(0, KEYS[0])
+    disk.tier.close()
+    SmallDisk(tmp_path, 3, monkeypatch)
+    check_folder(tmp_path, 3 * FILE_BYTES)
+    assert not caplog.records, "what its own files hold is room, too"
+    check_folder(tmp_path, 3 * FILE_BYTES + 1)
+    assert f"--disk-kv-gib allows {3 * FILE_BYTES + 1:,} bytes in {tmp_path}" in caplog.text
+    assert f"where {3 * FILE_BYTES:,} are free or held by its files" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["scandir", "unlink"])
+def test_a_folder_that_cannot_be_searched_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / f"{KEYS[0].hex()}.part").write_bytes(b"half")
+
+    def denied(path: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, name, denied)
+    with pytest.raises(
+        DiskTierError, match=r"cannot be used: Permission denied\. Give --disk-kv-p"
+    ):
+        Disk(tmp_path)
+    monkeypatch.undo()
+    Disk(tmp_path).tier.close()
 
 
 def test_nobody_else_can_read_prompts(tmp_path: Path) -> None:
@@ -240,7 +341,7 @@ def test_folders_and_bounds_that_do_not_work_are_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskTierError, match="cannot be used: Not a directory"):
         Disk(tmp_path / "file" / "kv")
-    with pytest.raises(DiskTierError, match="one superblock takes 3,192"):
+    with pytest.raises(DiskTierError, match=r"takes 3,\d+\. Use --disk-kv-gib 0\.0001 or"):
         DiskTier(tmp_path, LAYOUT, HostMemory(LAYOUT, 1), 1000)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from pathlib import Path
 
 import psutil
 import pytest
@@ -13,7 +11,7 @@ import torch
 from kv_offload.host_memory import HostMemory, HostMemoryError, superblocks_in_budget
 from kv_offload.host_pool import HostPool, HostPoolError
 from kv_offload.layout import KVLayout, LayoutError
-from kv_offload.superblock import PAGE_BYTES, SuperblockLayout
+from kv_offload.superblock import PAGE_BYTES, SuperblockLayout, least_gib
 from tests.kv_offload.tiers import KV, LAYOUT
 
 
@@ -48,7 +46,6 @@ def test_a_reservation_is_all_or_nothing() -> None:
     assert held is not None
     assert pool.reserve(3) is None
     assert pool.filled(a) == 4
-    assert pool.stats.refusals == 1
     assert pool.num_available == 2
     pool.free(held.superblocks)
     assert pool.reserve(3) is not None
@@ -121,7 +118,6 @@ def test_geometry_of_real_models(block_size: int) -> None:
     assert layout.num_bytes == 256 * 46_080
     assert layout.num_bytes % layout.stride_bytes == 0
     assert layout.blocks == 256 // block_size
-    assert layout.superblocks_for(257) == 2
     assert layout.superblocks_in(2**30) == 91
 
 
@@ -147,13 +143,10 @@ def test_fingerprints_differ_with_the_meaning_of_the_bytes() -> None:
     assert other.fingerprint() == LAYOUT.fingerprint()
 
 
-@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("head_major", [False, True])
-def test_memory_is_addressed_alike_in_both_orders(
-    head_major: bool, mapped: bool, tmp_path: Path
-) -> None:
+def test_memory_is_addressed_alike_in_both_orders(head_major: bool) -> None:
     layout = SuperblockLayout(KV, tokens=16, head_major=head_major)
-    memory = HostMemory(layout, 3, folder=tmp_path if mapped else None)
+    memory = HostMemory(layout, 3)
     memory.superblocks.normal_()
     part = memory.superblocks[1, 2]
     keys, values = (p if head_major else p.transpose(0, 1) for p in part)
@@ -167,7 +160,6 @@ def test_memory_is_addressed_alike_in_both_orders(
     assert not memory.superblocks[[0, 2]].isnan().any()
     assert memory.superblocks.data_ptr() % PAGE_BYTES == 0
     assert memory.keys(1, 0).data_ptr() % PAGE_BYTES == 0
-    assert os.listdir(tmp_path) == []
     memory.close()
 
 
@@ -175,15 +167,19 @@ def test_a_budget_is_never_exceeded() -> None:
     layout = SuperblockLayout(KVLayout(30, 3, 64, 16))
     count = superblocks_in_budget(layout, 2**30)
     assert HostMemory(layout, count).num_bytes <= 2**30 < HostMemory(layout, count + 1).num_bytes
-    with pytest.raises(HostMemoryError, match="256 tokens of this model's KV take 11,796,480"):
+    with pytest.raises(
+        HostMemoryError,
+        match=r"256 tokens of this model's KV take 11,796,480\. Use --host-kv-gib 0\.011 or more",
+    ):
         superblocks_in_budget(layout, 11_796_479)
+    assert superblocks_in_budget(layout, int(0.011 * 2**30)) == 1
 
 
-def test_a_full_disk_is_said_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(HostMemoryError, match=r"Lower --host-kv-gib, or name a folder"):
-        HostMemory(LAYOUT, 2**40, folder=tmp_path)
-    with pytest.raises(HostMemoryError, match="No such file"):
-        HostMemory(LAYOUT, 2, folder=tmp_path / "nowhere")
+def test_gib_in_messages_are_enough_and_no_more() -> None:
+    for num_bytes in (1, 3000, 11_796_480, 2**30, 5 * 2**29, 3 * 2**30 + 1):
+        said = float(least_gib(num_bytes))
+        assert num_bytes <= said * 2**30 < num_bytes + 110_000
+    assert least_gib(20 * 2**30) == "20"
 
 
 def test_unused_capacity_takes_no_memory() -> None:

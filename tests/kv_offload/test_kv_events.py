@@ -220,6 +220,9 @@ def test_a_disk_that_takes_no_names_is_no_fault(
     names = DiskNames(tmp_path / "gone", 2, tuple)
     names.add(bytes(40), bytes(40), root_name(MODEL, ""), root_name(MODEL, "").child((1,)))
     assert names.get(bytes(40)) is not None
+    (tmp_path / "names").mkdir()
+    assert DiskNames(tmp_path, 2, tuple).open(MODEL, CacheKey()) == []
+    assert f"{tmp_path / 'names'} was not written: [Errno 21] Is a directory" in caplog.text
     assert "was not written" in caplog.text
 
 

@@ -65,6 +65,7 @@ class Tiers:
         found = self.kv.look_up(owner, KEY, range(count), count - 1)
         if self.kv.wants_load(owner):
             assert self.kv.load(owner, range(count), reach_tokens=count)
+            self.kv.start_loads()
         return found
 
 

@@ -141,6 +141,11 @@ class Tiers(RuleBasedStateMachine):
         self.cache.poison(segment.blocks)
         segment.loading = self._ask(self.transfers.load(segment.host, segment.blocks))
 
+    @precondition(lambda self: self.transfers._unstarted)
+    @rule()
+    def start_loads(self) -> None:
+        self.transfers.start_loads()
+
     @precondition(lambda self: self._some(self._sound))
     @rule(data=st.data())
     def stream(self, data: st.DataObject) -> None:
@@ -349,6 +354,7 @@ class Tiers(RuleBasedStateMachine):
             return
         while self.transfers.num_open or self.expected:
             before = (self.transfers.num_open, len(self.expected))
+            self.transfers.start_loads()
             for engine in self.engines:
                 for ticket in list(engine.under_way):
                     engine.finish(ticket)

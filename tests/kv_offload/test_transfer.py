@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import torch
 from kv_offload.copy_engine import ThreadCopyEngine
 from kv_offload.copy_manual import ManualCopyEngine
 from kv_offload.disk_key import KEY_BYTES
-from kv_offload.tickets import CopyError, Direction, TransferError
+from kv_offload.tickets import DEADLINE, CopyError, Direction, TransferError, Work
 from kv_offload.transfer import TransferLimits
-from tests.kv_offload.tiers import Rig
+from tests.kv_offload.tiers import LAYOUT, Rig
 
 
 def test_kv_goes_out_and_comes_back() -> None:
@@ -64,6 +65,7 @@ def test_blocks_freed_while_they_are_loaded_are_not_given_away() -> None:
     superblock = rig.stored(rig.blocks(4))
     target = rig.blocks(4)
     ticket = rig.transfers.load(superblock, target)
+    rig.transfers.start_loads()
     assert all(rig.transfers.is_being_written(block) for block in target)
     rig.pool.free(target)
     rig.host.free([superblock])
@@ -203,11 +205,75 @@ def test_an_answer_not_yet_polled_can_be_cancelled() -> None:
     assert rig.transfers.poll() == []
 
 
+def test_a_load_starts_after_what_was_issued_since_it_was_asked_for() -> None:
+    """What reads its blocks may be issued between the two."""
+    rig, fences = Rig(), iter("abcdef")
+    rig.engine.fence = lambda: next(fences)
+    started: dict[int, str] = {}
+    start = rig.engine.start
+
+    def note(ticket: int, work: Work, after: str) -> None:
+        started[ticket] = after
+        start(ticket, work, after)
+
+    rig.engine.start = note
+    source = rig.blocks(4)
+    superblock = rig.stored(source)
+    target = rig.blocks(4)
+    load = rig.transfers.load(superblock, target)
+    store = rig.transfers.store(source, rig.superblock())
+    assert list(rig.engine.under_way) == [store]
+    rig.transfers.start_loads()
+    rig.transfers.start_loads()
+    assert started == {0: "a", store: "b", load: "c"}
+
+
+@pytest.mark.parametrize("how", ["poll", "wait", "settled", "join"])
+def test_a_load_that_nobody_starts_starts_with_the_next_look(how: str) -> None:
+    rig = Rig()
+    superblock = rig.stored(rig.blocks(4))
+    load = rig.transfers.load(superblock, rig.blocks(4))
+    looks: dict[str, Callable[[], object]] = {
+        "poll": rig.transfers.poll,
+        "wait": lambda: rig.transfers.wait(1.0),
+        "settled": lambda: rig.transfers.settled(load),
+        "join": lambda: rig.transfers.join(load),
+    }
+    looks[how]()
+    while rig.transfers.num_open:
+        rig.transfers.wait(1.0)
+        rig.transfers.poll()
+    assert rig.transfers.bytes_copied[Direction.LOAD] == LAYOUT.num_bytes
+
+
+@pytest.mark.parametrize("how", ["cancel", "reset", "close", "deadline"])
+def test_a_load_that_never_starts_gives_everything_back(how: str) -> None:
+    rig = Rig(limits=TransferLimits(copying=1))
+    superblock = rig.stored(rig.blocks(4))
+    load = rig.transfers.load(superblock, rig.blocks(4))
+    rig.transfers.check_invariants()
+    assert rig.transfers.held_superblocks() == {superblock: 1}
+    if how == "cancel":
+        rig.transfers.cancel(load)
+    elif how == "deadline":
+        rig.transfers.store(rig.blocks(1), rig.superblock())
+        rig.now = 11.0
+        assert [a.cause for a in rig.transfers.poll()] == [DEADLINE]
+    else:
+        rig.transfers.reset() if how == "reset" else rig.transfers.close()
+        assert [a.ticket for a in rig.transfers.poll()] == [load]
+    assert not rig.transfers.is_open(load)
+    assert superblock not in rig.transfers.held_superblocks()
+    assert not rig.engine.under_way or how == "deadline"
+    rig.transfers.check_invariants()
+
+
 def test_what_a_request_waits_for_passes_what_is_only_kept() -> None:
     rig = Rig(limits=TransferLimits(copying=2, copying_for_later=1))
     superblock = rig.stored(rig.blocks(4))
     stores = [rig.transfers.store(rig.blocks(2), rig.superblock()) for _ in range(3)]
     load = rig.transfers.load(superblock, rig.blocks(4))
+    rig.transfers.start_loads()
     assert list(rig.engine.under_way) == [stores[0], load]
     rig.engine.finish(load)
     rig.transfers.poll()
@@ -223,6 +289,7 @@ def test_the_engine_is_never_given_more_than_it_takes() -> None:
     superblock = rig.stored(rig.blocks(1))
     for _ in range(30):
         rig.transfers.load(superblock, rig.blocks(1))
+    rig.transfers.start_loads()
     assert len(rig.engine.under_way) == TransferLimits().copying
     while rig.transfers.num_open:
         rig.engine.finish(next(iter(rig.engine.under_way)))
@@ -245,6 +312,7 @@ def test_join_raises_what_went_wrong() -> None:
     rig = Rig(limits=TransferLimits(urgent_s=10.0))
     superblock = rig.stored(rig.blocks(4))
     failed = rig.transfers.load(superblock, rig.blocks(4))
+    rig.transfers.start_loads()
     rig.engine.fail(failed, "fault")
     with pytest.raises(TransferError, match=f"load {failed} failed: fault"):
         rig.transfers.join(failed)

@@ -11,7 +11,8 @@ import pytest
 from chunked_prefill.calibration_file import Calibration, CalibrationError, CalibrationProgress
 from chunked_prefill.step_time import StepLoad
 from lm_engine import calibration
-from lm_engine.calibration import calibrate, random_steps
+from lm_engine.attention.native import NativeAttention
+from lm_engine.calibration import calibrate, random_steps, spread_of
 from lm_engine.calibration_steps import Probe
 from lm_engine.engine import Engine
 from tests.lm_engine.harness import Lab, greedy, picture, run_one
@@ -61,6 +62,15 @@ def test_it_is_in_force_and_found_at_the_next_start(lab: Lab, cache: Path) -> No
     assert kept.model == found.model
     assert kept.guard == estimator.guard
     assert len(list(cache.iterdir())) == 1
+
+
+def test_it_knows_the_tiles_of_the_kernel_in_use(lab: Lab, cache: Path) -> None:
+    engine = lab.engine(blocks=400)
+    if not isinstance(engine.runner.attention, NativeAttention):
+        pytest.skip("without a compiler torch's kernels attend")
+    config = engine.runner.decoder.config
+    assert config.num_heads > config.num_kv_heads
+    assert measured(engine).model.tile_rows == 64 * config.num_kv_heads / config.num_heads
 
 
 def test_another_configuration_finds_nothing(lab: Lab, cache: Path) -> None:
@@ -180,3 +190,10 @@ def test_a_step_that_does_not_fit_is_named(lab: Lab, cache: Path) -> None:
     probe = Probe(lab.engine(blocks=10))
     with pytest.raises(ValueError, match="do not fit into 40 tokens"):
         probe.run(((0, 41),))
+
+
+def test_the_spread_is_that_of_equal_steps() -> None:
+    times = [[1.0, 1.0, 1.1], [2.0, 2.0, 3.0], [7.0]]
+    assert spread_of(times) == 0.0
+    assert spread_of(times, 1.0) == pytest.approx(0.5)
+    assert spread_of([[7.0]]) == 0.0

@@ -208,7 +208,7 @@ def test_peak_device_memory_is_the_pool_and_the_rest_is_the_hosts(lab: GetLab) -
 
 
 def test_a_pool_too_small_for_it_is_refused_at_start(lab: GetLab) -> None:
-    with pytest.raises(HostTierError, match=r"holds 400 tokens; .* lower --max-num-batched-tokens"):
+    with pytest.raises(HostTierError, match=r"holds 400 tokens; .*--max-num-batched-tokens 512"):
         lab("llama").engine(budget=512, block_size=4, blocks=100, host_tokens=2048)
 
 

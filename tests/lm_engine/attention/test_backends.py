@@ -281,6 +281,23 @@ def test_neither_chunks_nor_mates_change_a_bit(native: NativeAttention) -> None:
         assert torch.equal(lse, want_lse[start : start + rows])
 
 
+@pytest.mark.parametrize("window", [None, 2200])
+@pytest.mark.parametrize("rows", [300, 209, 100, 50, 20, 4])
+def test_no_chunk_changes_a_bit_behind_thousands_of_keys(
+    native: NativeAttention, rows: int, window: int | None
+) -> None:
+    """The last rows of a chunk of 465, in smaller ones: fewer tasks than cores would like, and
+    more than one range of keys."""
+    whole = make_paged([(465, 5001)], num_heads=9, num_kv_heads=3, head_dim=64, block_size=16)
+    want, want_lse = attend(native, whole, window)
+    (sequence,) = whole.batch.sequences
+    slices = (SequenceSlice(0, rows, sequence.context_len, sequence.runs),)
+    batch = AttentionBatch(slices, whole.batch.slots[-rows:])
+    out, lse = native.attend(0, whole.q[-rows:], batch, whole.cache, window=window, scale=SCALE)
+    assert torch.equal(out, want[-rows:])
+    assert torch.equal(lse, want_lse[-rows:])
+
+
 @pytest.mark.parametrize("head_dim", [8, 20, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("query_len", [1, 30])
 def test_every_head_size(native: NativeAttention, head_dim: int, query_len: int) -> None:
