@@ -30,7 +30,8 @@ from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.simulator import Outcome, Simulator, VirtualClock
 from chunked_prefill.simulator_executor import ModelExecutor, shift
 from chunked_prefill.simulator_pool import counting_kv
-from chunked_prefill.step_time import StepLoad, StepTimeEstimator, StepTimeModel
+from chunked_prefill.step_time import StepLoad, StepTimeModel
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 from chunked_prefill.trace import TraceRequest, read_trace
 from chunked_prefill.workload import Changes, changed, synthesize
 

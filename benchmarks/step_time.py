@@ -33,7 +33,8 @@ from statistics import median
 
 from chunked_prefill.calibration_file import CALIBRATION_S, Calibration, CalibrationProgress
 from chunked_prefill.encode_time import EncodeTimes
-from chunked_prefill.step_time import StepLoad, StepTimeEstimator, StepTimeModel
+from chunked_prefill.step_time import StepLoad, StepTimeModel
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 from lm_engine.calibration import random_steps, spread_of
 from lm_engine.calibration_images import Encodings
 from lm_engine.calibration_steps import Chunks, Probe

@@ -13,7 +13,8 @@ from math import inf
 from typing import Protocol
 
 from chunked_prefill.share_control import ShareControl
-from chunked_prefill.step_time import StepLoad, StepTimeEstimator
+from chunked_prefill.step_time import StepLoad
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 
 _STRICTEST = 0.25
 """Of what everybody is promised, the least that a single request can have: its short steps are

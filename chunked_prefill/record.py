@@ -13,7 +13,7 @@ them. A line is an object with the call's name under "do":
     fork     parent, seq, choice
     schedule step, chunks [[seq, start, length]], preempted [seq], copies (how many), vision_s
     commit, look_up_images
-    finish, remove   seq
+    finish, remove, look_up   seq
     observe  load, seconds
     reconfigure  settings
     calibrated   model, residuals
@@ -35,9 +35,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
-from chunked_prefill.scheduler import Scheduler, StepPlan
+from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.sequence import Sequence
 from chunked_prefill.settings import SchedulingSettings
+from chunked_prefill.step_plan import StepPlan
 from chunked_prefill.step_time import StepLoad, StepTimeModel
 
 FORM = 2
@@ -192,6 +193,13 @@ class RecordingScheduler(Scheduler):
         del self._known[sequence.seq_id]
         super().remove(sequence)
         self._write({"do": "remove", "seq": sequence.seq_id}, changes)
+
+    def look_up(self, sequence: Sequence) -> None:
+        # Estimates look up all that wait; what `add` was found to have is in its own line.
+        changes = self._changes()
+        super().look_up(sequence)
+        if sequence.seq_id in self._known:
+            self._write({"do": "look_up", "seq": sequence.seq_id}, changes)
 
     def look_up_images(self) -> None:
         changes = self._changes()

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from chunked_prefill.record import FORM, plan_as_json, request_of_json
-from chunked_prefill.scheduler import Scheduler, StepPlan
+from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.sequence import Sequence
 from chunked_prefill.settings import SchedulingSettings, build
-from chunked_prefill.step_time import StepLoad, StepTimeEstimator, StepTimeModel
+from chunked_prefill.step_plan import StepPlan
+from chunked_prefill.step_time import StepLoad, StepTimeModel
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 from chunked_prefill.trace import TraceError, TraceRequest, json_object
 from chunked_prefill.vision_share import VisionShare
 from kv_offload.kv_manager import KVManager
@@ -164,6 +166,8 @@ class _Run:
             case "commit":
                 assert self._plan is not None, "nothing was scheduled"
                 self.scheduler.commit(self._plan)
+            case "look_up":
+                self.scheduler.look_up(self._sequences[line["seq"]])
             case "look_up_images":
                 self.scheduler.look_up_images()
             case "finish":

@@ -1,9 +1,10 @@
 """Which sequences advance in the next step, and by how much.
 
 Owns: the waiting and running lists, admission to the running list, chunk sizes under the step's
-budget, and preemption by recompute. Does not own: what a sequence need not compute (prefixes.py),
-tensors, clocks, sampling or images - readiness arrives as a counter on the sequence. Imports no
-torch.
+budget, preemption by recompute, and how long vision may work beside a step. Does not own: the plan
+itself (step_plan.py), KV while a plan is made (draft.py), what a sequence need not compute
+(prefixes.py), tensors, clocks, sampling or rows of images - readiness arrives as a counter on the
+sequence. Imports no torch.
 
 Order within a step: decodes, then prompts as the policy wants them, running or waiting. Both kinds
 get something in every step (budget.py), and a sequence that cannot advance is skipped rather than
@@ -20,12 +21,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from chunked_prefill.budget import Budget
+from chunked_prefill.draft import Draft
 from chunked_prefill.forecast import Growth, OutputForecast, peak_blocks
 from chunked_prefill.long_prompts import LongPrompts
 from chunked_prefill.policy import Fcfs, Policy
@@ -33,10 +34,11 @@ from chunked_prefill.prefixes import Leaders, Prefixes
 from chunked_prefill.request import Request
 from chunked_prefill.sequence import Sequence
 from chunked_prefill.spending import Pass, Spending
+from chunked_prefill.step_plan import NeverFits, ScheduledChunk, StepPlan
 from chunked_prefill.step_time import StepLoad, StepTimeModel
 from chunked_prefill.victims import Victims
 from chunked_prefill.vision_share import VisionShare
-from kv_offload.kv_manager import BlockCopy, BlockStore, KVManager
+from kv_offload.kv_manager import KVManager
 from kv_offload.radix_cache import CacheKey
 
 if TYPE_CHECKING:
@@ -47,50 +49,6 @@ _UNKNOWN_S = 1e-3
 _MAX_BYPASSES = 64
 """How often a waiting sequence that lacks KV is passed over by smaller ones before admission
 stops for its sake."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """Compute tokens [start, start + length) of the sequence."""
-
-    sequence: Sequence
-    start: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk ends at the sequence's last token, so that the next is sampled."""
-        return self.end == self.sequence.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: KV for every chunk is reserved; `copies` come before the first write."""
-
-    step: int
-    chunks: tuple[ScheduledChunk, ...]
-    copies: tuple[BlockCopy | BlockStore, ...]
-    preempted: tuple[Sequence, ...]
-    vision_s: float = inf
-    """How long the vision stage may work beside this step: 0 to rest, inf until the next step says
-    otherwise (vision_share.py)."""
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
-
-
-@dataclass(frozen=True, slots=True)
-class NeverFits:
-    """Why a request can never be served here, in numbers, and what would help."""
-
-    need_tokens: int
-    have_tokens: int
-    remedy: str
 
 
 class Scheduler:
@@ -250,7 +208,7 @@ class Scheduler:
         """Reserves KV and says what to compute. An empty plan means that nothing can advance."""
         self.step += 1
         now_s = self._clock()
-        draft = _Draft(self.kv)
+        draft = Draft(self.kv)
         self._make_way(draft)
         decodes, prompts = self._divided()
         order = self.policy.order(prompts, now_s, self.step) if prompts else []
@@ -331,7 +289,7 @@ class Scheduler:
         estimator = self.budget.estimator
         answers_s = 0.0
         if answers.tokens:
-            answers_s = _UNKNOWN_S if estimator is None else estimator.model.predict_s(answers)
+            answers_s = _UNKNOWN_S if estimator is None else estimator.predict_s(answers)
         vision_s = self.vision.grant_s(
             self.step,
             first=first,
@@ -356,7 +314,7 @@ class Scheduler:
             if tokens
         }
 
-    def _compute_prompts(self, draft: _Draft, order: list[Sequence], spending: Spending) -> None:
+    def _compute_prompts(self, draft: Draft, order: list[Sequence], spending: Spending) -> None:
         """Chunks of prompts in the given order: of running ones, and of waiting ones for which
         there are seats and memory."""
         running = {s.seq_id for s in self._running}
@@ -376,7 +334,7 @@ class Scheduler:
                 self._place(draft, sequence, length)
                 spending.spend(sequence.seq_id, start, length)
 
-    def _place(self, draft: _Draft, sequence: Sequence, length: int) -> None:
+    def _place(self, draft: Draft, sequence: Sequence, length: int) -> None:
         """Adds a chunk of a running sequence, taking KV from lower ranks if it must, the cheapest
         to bring back first."""
         if draft.preempted and sequence not in self._running:
@@ -391,7 +349,7 @@ class Scheduler:
             if victim is sequence:
                 return
 
-    def _preempt(self, victim: Sequence, draft: _Draft) -> None:
+    def _preempt(self, victim: Sequence, draft: Draft) -> None:
         draft.drop(victim)
         self._running.remove(victim)
         self.kv.free(victim.seq_id)
@@ -400,7 +358,7 @@ class Scheduler:
         draft.preempted.append(victim)
         self._wait(victim)
 
-    def _make_way(self, draft: _Draft) -> None:
+    def _make_way(self, draft: Draft) -> None:
         """A waiting request takes seat and memory from running ones of a lower priority class."""
         if not self._running or not self._waiting:
             return
@@ -414,7 +372,7 @@ class Scheduler:
             if not Leaders(self.kv, self._running).hold_back(sequence):
                 self._clear(draft, sequence, below)
 
-    def _unblock(self, draft: _Draft) -> None:
+    def _unblock(self, draft: Draft) -> None:
         """When all that runs waits for images whose rows a waiting sequence of a higher rank may
         hold, and that one waits for their KV, the circle is cut in its favour."""
         first = next((s for s in self._waiting if s.advanceable > 0), None)
@@ -423,7 +381,7 @@ class Scheduler:
             self._clear(draft, first, list(self._running))
             self._compute_prompts(draft, list(self._waiting), Spending(self.budget))
 
-    def _clear(self, draft: _Draft, sequence: Sequence, below: list[Sequence]) -> None:
+    def _clear(self, draft: Draft, sequence: Sequence, below: list[Sequence]) -> None:
         """Preempts of `below`, the cheapest to bring back first, until `sequence` has seat and
         memory; nobody if it would lack them even then."""
         if not self._fits(sequence, without=below):
@@ -479,7 +437,7 @@ class Scheduler:
         return sum(s.width for s in self._running) + sequence.width <= self.max_num_seqs
 
     def _admit(
-        self, draft: _Draft, sequence: Sequence, leaders: Leaders, spending: Spending
+        self, draft: Draft, sequence: Sequence, leaders: Leaders, spending: Spending
     ) -> bool:
         """Lets the waiting sequence run, if there is room for it; whether those after it may be
         asked as well."""
@@ -533,55 +491,6 @@ class Scheduler:
                 raise AssertionError(f"{sequence} has KV for {have} tokens only")
             if sequence.num_computed_tokens < sequence.num_cached_tokens:
                 raise AssertionError(f"{sequence} found more than it has")
-
-
-class _Draft:
-    """A plan in the making; a chunk is in it exactly while its KV is reserved."""
-
-    def __init__(self, kv: KVManager) -> None:
-        self.kv = kv
-        self.chunks: list[ScheduledChunk] = []
-        self.copies: list[BlockCopy | BlockStore] = []
-        self.preempted: list[Sequence] = []
-        self.out_of_memory = False
-        """Whether a running sequence lacked KV; nobody is admitted in such a step."""
-        self._copies_of: dict[int, tuple[BlockCopy | BlockStore, ...]] = {}
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
-
-    def try_add(self, sequence: Sequence, length: int) -> bool:
-        """A chunk of `length`, or 0: its KV is to be loaded first."""
-        if not length:
-            return self.kv.load(
-                sequence.seq_id,
-                sequence.cache_ids,
-                reach_tokens=sequence.max_tokens,
-                known_tokens=sequence.num_tokens,
-                choices=sequence.width,
-            )
-        start = sequence.num_computed_tokens
-        if not self.kv.has_place(sequence.seq_id, start, start + length):
-            copies = self.kv.reserve(
-                sequence.seq_id,
-                start,
-                start + length,
-                reach_tokens=sequence.max_tokens,
-                known_tokens=sequence.num_tokens,
-                choices=sequence.width,
-            )
-            if copies is None:
-                return False
-            self.copies.extend(copies)
-            self._copies_of[sequence.seq_id] = copies
-        self.chunks.append(ScheduledChunk(sequence, start, length))
-        return True
-
-    def drop(self, sequence: Sequence) -> None:
-        self.chunks = [c for c in self.chunks if c.sequence is not sequence]
-        for copy in self._copies_of.pop(sequence.seq_id, ()):
-            self.copies.remove(copy)
 
 
 def _is_rival(chunk: ScheduledChunk) -> bool:

@@ -22,7 +22,7 @@ from chunked_prefill.long_prompts import DEFAULT_SHARE
 from chunked_prefill.policy import Deadline, Fcfs, Policy, TtftPromise
 from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.share_control import ShareControl
-from chunked_prefill.step_time import StepTimeEstimator
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 from kv_offload.kv_manager import KVManager
 from kv_offload.radix_cache import CacheKey
 

@@ -20,11 +20,12 @@ from math import inf, nextafter
 
 from chunked_prefill.goodput import Promise, RequestTimes
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
-from chunked_prefill.scheduler import Scheduler, StepPlan
+from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.sequence import Sequence
 from chunked_prefill.simulator_decodes import TOKEN, decode_on, only_decodes
 from chunked_prefill.simulator_executor import Executor
 from chunked_prefill.simulator_vision import ImageCost, ImageModel, VisionStage
+from chunked_prefill.step_plan import StepPlan
 from chunked_prefill.step_time import StepLoad
 from chunked_prefill.trace import TraceRequest
 from chunked_prefill.vision_share import VisionShare

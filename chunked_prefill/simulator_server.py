@@ -15,7 +15,8 @@ from chunked_prefill.simulator import Delays, Outcome, Simulator, VirtualClock
 from chunked_prefill.simulator_executor import ModelExecutor
 from chunked_prefill.simulator_pool import counting_kv
 from chunked_prefill.simulator_vision import ImageModel, VisionStage
-from chunked_prefill.step_time import StepTimeEstimator, StepTimeModel
+from chunked_prefill.step_time import StepTimeModel
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 from chunked_prefill.trace import TraceRequest
 
 

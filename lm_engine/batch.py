@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chunked_prefill.scheduler import ScheduledChunk, StepPlan
+from chunked_prefill.step_plan import ScheduledChunk, StepPlan
 from kv_offload.kv_manager import KVManager
 from kv_offload.superblock import SUPERBLOCK_TOKENS
 from lm_engine.attention.base import AttentionBatch, SequenceSlice

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from chunked_prefill.request import Request, SamplingParams
-from chunked_prefill.scheduler import ScheduledChunk, StepPlan
 from chunked_prefill.sequence import Sequence
+from chunked_prefill.step_plan import ScheduledChunk, StepPlan
 from lm_engine import batch as batches
 from lm_engine.sampler import History, SamplingRow, sample_each
 

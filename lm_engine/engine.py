@@ -30,10 +30,12 @@ from chunked_prefill.calibration_file import (
     CalibrationProgress,
 )
 from chunked_prefill.request import Request, SamplingParams
-from chunked_prefill.scheduler import ScheduledChunk, Scheduler, StepPlan
+from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.sequence import Sequence
 from chunked_prefill.settings import SchedulingSettings
-from chunked_prefill.step_time import StepLoad, StepTimeEstimator
+from chunked_prefill.step_plan import ScheduledChunk, StepPlan
+from chunked_prefill.step_time import StepLoad
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 from kv_offload.event_recorder import EventRecorder
 from kv_offload.kv_events import KVEvent
 from lm_engine import batch as batches

@@ -19,9 +19,10 @@ from typing import Protocol
 
 from chunked_prefill.budget import Budget
 from chunked_prefill.request import Request
-from chunked_prefill.scheduler import Scheduler, StepPlan
+from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.sequence import Sequence as Progress
 from chunked_prefill.spending import Spending
+from chunked_prefill.step_plan import StepPlan
 from chunked_prefill.step_time import StepLoad, StepTimeModel
 from lm_engine.client import MediaItem
 from lm_engine.outputs import Estimate, RequestError

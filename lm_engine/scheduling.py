@@ -12,7 +12,8 @@ import torch
 from chunked_prefill.calibration_file import Calibration
 from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.settings import SchedulingSettings, build
-from chunked_prefill.step_time import StepTimeEstimator, StepTimeModel, prior_model
+from chunked_prefill.step_time import StepTimeModel, prior_model
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 from kv_offload.kv_manager import KVManager
 from kv_offload.radix_cache import CacheKey
 from lm_engine.attention.native_plan import LANES

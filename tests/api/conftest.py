@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from api.app import create_app
 from api.config import ServeConfig
 from tests import checkpoints
-from tests.api.fakes import FakeEngine
+from tests.api.fakes import FakeEngine, served
 from tests.api.folders import text_folder, vision_folder
 
 ClientFactory = Callable[..., Awaitable[httpx.AsyncClient]]
@@ -66,3 +67,19 @@ def events(text: str) -> list[Any]:
             data = line.removeprefix("data: ")
             found.append(data if data == "[DONE]" else json.loads(data))
     return found
+
+
+@pytest.fixture
+def live(folders: Callable[[str], Path]) -> Callable[..., Any]:
+    """`with live(engine, family=..., **settings) as address:` our application on loopback."""
+
+    @contextmanager
+    def run(engine: FakeEngine, family: str = "llama", **settings: Any) -> Iterator[str]:
+        app = create_app(ServeConfig(model="tiny", **settings), engine, model_path=folders(family))
+        with served(app) as address:
+            deadline = time.monotonic() + 20
+            while app.state.server.status().phase != "ready" and time.monotonic() < deadline:
+                time.sleep(0.01)
+            yield address
+
+    return run

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api import bench_report, plots
-from api.app import create_app
 from api.bench_cli import BenchFlags, factor, long_prompts, seconds
 from api.bench_http import Address, AddressError, Connections, Exchange, ExchangeError
 from api.bench_load import Lateness, Load, Outcome, State
@@ -30,29 +28,12 @@ from api.bench_stream import Answer, EventReader
 from api.bench_target import Target, parse_counters
 from api.bench_words import WORDS, PromptMaker, Vocabulary, WordsError, learn
 from api.cli import main
-from api.config import ServeConfig
 from chunked_prefill.goodput import Promise
 from chunked_prefill.trace import TraceRequest
 from tests.api.fakes import FakeEngine, served
 
 ROOT = Path(__file__).resolve().parents[2]
 UNIFORM = Vocabulary(5, WORDS, (1,) * len(WORDS))
-
-
-@pytest.fixture
-def live(folders: Callable[[str], Path]) -> Callable[..., Any]:
-    """`with live(engine, family=..., **settings) as address:` our application on loopback."""
-
-    @contextmanager
-    def run(engine: FakeEngine, family: str = "llama", **settings: Any) -> Iterator[str]:
-        app = create_app(ServeConfig(model="tiny", **settings), engine, model_path=folders(family))
-        with served(app) as address:
-            deadline = time.monotonic() + 20
-            while app.state.server.status().phase != "ready" and time.monotonic() < deadline:
-                time.sleep(0.01)
-            yield address
-
-    return run
 
 
 def bench(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:

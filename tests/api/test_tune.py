@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from api.app import create_app
 from api.bench_cli import seconds
 from api.cli import main
-from api.config import ConfigError, ServeConfig, load
+from api.config import ConfigError, load
 from api.tune_cli import TuneFlags
 from api.tune_images import PlannedImages, limits_worth_trying
 from api.tune_plot import draw, pareto
@@ -38,7 +36,7 @@ from chunked_prefill.tuner import Sensitivity, Standing, Trial
 from chunked_prefill.tuner_verdict import Impossible, Reached
 from lm_engine.outputs import RequestError
 from tests import checkpoints
-from tests.api.fakes import FakeEngine, served
+from tests.api.fakes import FakeEngine
 from vision_encoder.grid import planner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -252,22 +250,6 @@ def test_limits_worth_trying_make_a_difference() -> None:
 
 
 # -- whole runs ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def live(folders: Callable[[str], Path]) -> Callable[..., Any]:
-    """`with live(engine, family=..., **settings) as address:` our application on loopback."""
-
-    @contextmanager
-    def run(engine: FakeEngine, family: str = "llama", **settings: Any) -> Iterator[str]:
-        app = create_app(ServeConfig(model="tiny", **settings), engine, model_path=folders(family))
-        with served(app) as address:
-            deadline = time.monotonic() + 20
-            while app.state.server.status().phase != "ready" and time.monotonic() < deadline:
-                time.sleep(0.01)
-            yield address
-
-    return run
 
 
 def tune(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> tuple[int, str, str]:

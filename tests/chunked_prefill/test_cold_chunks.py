@@ -11,7 +11,8 @@ from chunked_prefill.request import Request, SamplingParams
 from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.sequence import Sequence
 from chunked_prefill.spending import Pass, Spending
-from chunked_prefill.step_time import StepTimeEstimator, StepTimeModel
+from chunked_prefill.step_time import StepTimeModel
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 from kv_offload.host_pool import HostPool
 from kv_offload.kv_manager import KVManager
 

@@ -22,9 +22,11 @@ from hypothesis.stateful import (
 )
 
 from chunked_prefill.budget import TokenBudget
+from chunked_prefill.draft import Draft
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
-from chunked_prefill.scheduler import Scheduler, StepPlan, _Draft
+from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.sequence import Sequence
+from chunked_prefill.step_plan import StepPlan
 from kv_offload.kv_manager import KVManager
 
 Value = tuple[str, tuple[int, ...]]
@@ -121,7 +123,7 @@ class World(RuleBasedStateMachine):
         running = self.scheduler.running
         if running:
             victim = running[which % len(running)]
-            self.scheduler._preempt(victim, _Draft(self.kv))
+            self.scheduler._preempt(victim, Draft(self.kv))
             self.rows.pop(victim.seq_id, None)
 
     @rule(tenant=st.sampled_from([None, "", "other"]))

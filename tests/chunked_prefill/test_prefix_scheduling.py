@@ -9,8 +9,9 @@ import pytest
 from chunked_prefill.budget import TokenBudget
 from chunked_prefill.prefixes import Leaders
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
-from chunked_prefill.scheduler import Scheduler, StepPlan
+from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.sequence import Sequence
+from chunked_prefill.step_plan import StepPlan
 from chunked_prefill.step_time import StepLoad
 from kv_offload.kv_manager import KVManager
 

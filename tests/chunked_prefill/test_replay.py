@@ -15,12 +15,14 @@ from chunked_prefill.policy import Deadline, TtftPromise
 from chunked_prefill.record import Recording, recorded, request_as_json, request_of_json
 from chunked_prefill.record_replay import about, as_trace, main, replay, step_seconds
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
-from chunked_prefill.scheduler import Scheduler, StepPlan
+from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.sequence import Sequence
 from chunked_prefill.settings import SchedulingSettings, build
 from chunked_prefill.simulator import Simulator, VirtualClock
 from chunked_prefill.simulator_executor import GivenExecutor, ModelExecutor
-from chunked_prefill.step_time import StepTimeEstimator, StepTimeModel
+from chunked_prefill.step_plan import StepPlan
+from chunked_prefill.step_time import StepTimeModel
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 from chunked_prefill.trace import TraceError, TraceRequest
 from kv_offload.kv_manager import KVManager
 
@@ -89,6 +91,34 @@ def _other_memory(clock: Clock) -> Scheduler:
         policy=scheduler.policy,
         clock=clock,
     )
+
+
+def test_what_an_estimate_looks_up_is_replayed(tmp_path: Path) -> None:
+    """A prompt that is known to be cached is not late, and goes first; nobody else says so."""
+    clock = VirtualClock()
+    scheduler = recorded(_build(clock), tmp_path / "run.jsonl", {"what": "a test"})
+
+    def prompt(number: int, first: int, length: int) -> Sequence:
+        ids = tuple(range(first, first + length))
+        return Sequence(Request(str(number), ids, SamplingParams(1)), number, number)
+
+    before, cached, other = prompt(0, 0, 160), prompt(1, 0, 200), prompt(2, 500, 100)
+    scheduler.add(before)
+    while before.remaining:
+        scheduler.commit(scheduler.schedule())
+    before.append(7)
+    scheduler.finish(before)
+    scheduler.add(cached)
+    clock.now_s += 0.16
+    scheduler.add(other)
+    scheduler.look_up(cached)
+    assert cached.num_cached_tokens == 160
+    plan = scheduler.schedule()
+    assert [chunk.sequence for chunk in plan.chunks] == [cached, other]
+    scheduler.kv.close()
+    done = replay(tmp_path / "run.jsonl", _build)
+    assert [str(difference) for difference in done.differences] == []
+    assert done.decisions == scheduler.step
 
 
 @pytest.mark.parametrize("build", [_other_budget, _other_memory])

@@ -11,8 +11,9 @@ from chunked_prefill.budget import TokenBudget
 from chunked_prefill.forecast import OutputForecast
 from chunked_prefill.policy import Deadline, TtftPromise
 from chunked_prefill.request import Request, SamplingParams
-from chunked_prefill.scheduler import Scheduler, StepPlan
+from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.sequence import Sequence
+from chunked_prefill.step_plan import StepPlan
 from chunked_prefill.step_time import StepTimeModel
 from kv_offload.kv_manager import KVManager
 

@@ -15,7 +15,8 @@ from chunked_prefill.sequence import Sequence
 from chunked_prefill.settings import SchedulingSettings, SettingsError, build
 from chunked_prefill.simulator import VirtualClock
 from chunked_prefill.simulator_pool import counting_kv
-from chunked_prefill.step_time import StepLoad, StepTimeEstimator, StepTimeModel
+from chunked_prefill.step_time import StepLoad, StepTimeModel
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 
 MODEL = StepTimeModel(0.01, 0.0, 0.001, 0.0, 0.0)
 SETTINGS = SchedulingSettings(tpot_slo_s=0.1, max_num_seqs=8, max_num_batched_tokens=64)

@@ -17,14 +17,16 @@ from chunked_prefill.budget import Budget, TimeBudget, TokenBudget
 from chunked_prefill.encode_time import EncodeTimeModel
 from chunked_prefill.goodput import Promise, Report
 from chunked_prefill.policy import Deadline, Fcfs, TtftPromise
-from chunked_prefill.scheduler import Scheduler, StepPlan
+from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.settings import SchedulingSettings
 from chunked_prefill.simulator import Delays, Outcome, Simulator, StuckError, VirtualClock
 from chunked_prefill.simulator_executor import GivenExecutor, ModelExecutor, shift
 from chunked_prefill.simulator_pool import CountingPool, counting_kv
 from chunked_prefill.simulator_server import simulate_server
 from chunked_prefill.simulator_vision import GridImages, VisionStage
-from chunked_prefill.step_time import StepLoad, StepTimeEstimator, StepTimeModel
+from chunked_prefill.step_plan import StepPlan
+from chunked_prefill.step_time import StepLoad, StepTimeModel
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 from chunked_prefill.trace import TraceRequest, read_trace
 from chunked_prefill.workload import Changes, changed, synthesize
 from kv_offload.block_pool import OutOfBlocksError

@@ -14,13 +14,8 @@ from chunked_prefill.budget import Budget, TimeBudget, TokenBudget
 from chunked_prefill.least_squares import non_negative_least_squares
 from chunked_prefill.share_control import ShareControl
 from chunked_prefill.spending import Spending
-from chunked_prefill.step_time import (
-    StepLoad,
-    StepTimeEstimator,
-    StepTimeModel,
-    fit,
-    prior_model,
-)
+from chunked_prefill.step_time import StepLoad, StepTimeModel, fit, prior_model
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 
 TRUTH = StepTimeModel(0.012, 0.0008, 0.0011, 1.5e-6, 2.4e-7)
 TILED = StepTimeModel(0.012, 0.0008, 0.0011, 1.5e-6, 4.2e-7, 2e-6, tile_rows=64 / 3)

@@ -28,8 +28,9 @@ from hypothesis.stateful import (
 
 from chunked_prefill.budget import TokenBudget
 from chunked_prefill.request import Request, SamplingParams
-from chunked_prefill.scheduler import Scheduler, StepPlan
+from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.sequence import Sequence as Tokens
+from chunked_prefill.step_plan import StepPlan
 from kv_offload.cold_prefix import BlockStore
 from kv_offload.copies import DAMAGED
 from kv_offload.copy_manual import ManualCopyEngine

@@ -12,14 +12,16 @@ import pytest
 from chunked_prefill.budget import Budget, TimeBudget, TokenBudget
 from chunked_prefill.policy import Deadline, Fcfs, TtftPromise
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
-from chunked_prefill.scheduler import Scheduler, StepPlan
+from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.sequence import Sequence
 from chunked_prefill.settings import SchedulingSettings
 from chunked_prefill.simulator import Delays
 from chunked_prefill.simulator_server import simulate_server
 from chunked_prefill.simulator_vision import ImageCost
 from chunked_prefill.simulator_vision import VisionStage as SimulatedStage
-from chunked_prefill.step_time import StepLoad, StepTimeEstimator, StepTimeModel
+from chunked_prefill.step_plan import StepPlan
+from chunked_prefill.step_time import StepLoad, StepTimeModel
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 from chunked_prefill.vision_share import VisionShare
 from chunked_prefill.workload import synthesize
 from kv_offload.kv_manager import KVManager

@@ -26,8 +26,8 @@ from PIL import Image
 from torch import Tensor
 
 from chunked_prefill.budget import TokenBudget
+from chunked_prefill.draft import Draft
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
-from chunked_prefill.scheduler import _Draft
 from chunked_prefill.sequence import Sequence
 from kv_offload.kv_manager import BlockCopy, BlockStore
 from kv_offload.superblock import SUPERBLOCK_TOKENS
@@ -512,7 +512,7 @@ def set_budget(engine: Engine, tokens: int) -> None:
 
 def preempt(engine: Engine, sequence: Sequence) -> None:
     """What the scheduler and the engine do to a victim when KV runs out."""
-    engine.scheduler._preempt(sequence, _Draft(engine.scheduler.kv))
+    engine.scheduler._preempt(sequence, Draft(engine.scheduler.kv))
     engine._drop_rows(sequence)
 
 

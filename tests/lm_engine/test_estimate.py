@@ -17,7 +17,8 @@ from chunked_prefill.policy import Deadline, TtftPromise
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
 from chunked_prefill.scheduler import Scheduler
 from chunked_prefill.sequence import Sequence
-from chunked_prefill.step_time import StepLoad, StepTimeEstimator, StepTimeModel
+from chunked_prefill.step_time import StepLoad, StepTimeModel
+from chunked_prefill.step_time_estimator import StepTimeEstimator
 from kv_offload.kv_manager import KVManager
 from lm_engine.estimate import Answer, Outlook, Prompt, Walk, too_late
 from lm_engine.outputs import Estimate, RequestError, RequestOutput

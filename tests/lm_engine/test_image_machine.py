@@ -18,9 +18,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
+from chunked_prefill.draft import Draft
 from chunked_prefill.request import ImageSpan, Request, SamplingParams
-from chunked_prefill.scheduler import StepPlan, _Draft
 from chunked_prefill.sequence import Sequence
+from chunked_prefill.step_plan import StepPlan
 from lm_engine.client import MediaItem
 from lm_engine.images import ImageFailure, ImageFeed
 from tests.chunked_prefill.test_tier_machine import TieredWorld
@@ -232,7 +233,7 @@ class PicturedWorld(TieredWorld):
         running = self.scheduler.running
         if running:
             victim = running[which % len(running)]
-            self.scheduler._preempt(victim, _Draft(self.kv))
+            self.scheduler._preempt(victim, Draft(self.kv))
             self.feed.drop(victim)
 
     def pump(self) -> None:

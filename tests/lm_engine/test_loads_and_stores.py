@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chunked_prefill.scheduler import StepPlan
+from chunked_prefill.step_plan import StepPlan
 from kv_offload.copy_manual import ManualCopyEngine
 from kv_offload.kv_manager import BlockStore
 from kv_offload.tickets import Work
