@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -32,6 +33,19 @@ from kv_offload.kv_manager import KVManager
 Value = tuple[str, tuple[int, ...]]
 
 
+ARRIVAL: dict[str, st.SearchStrategy[Any]] = {
+    "head": st.integers(0, 30),
+    "tail": st.integers(0, 6),
+    "image": st.integers(0, 3),
+    "outputs": st.integers(1, 12),
+    "n": st.sampled_from([1, 1, 1, 2, 3]),
+    "tenant": st.sampled_from(["", "", "other"]),
+    "priority": st.sampled_from([0, 0, 0, 1]),
+    "whole": st.sampled_from([None, None, None, 0]),
+}
+"""Of `arrive`."""
+
+
 class World(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 4, 16]),
@@ -52,16 +66,7 @@ class World(RuleBasedStateMachine):
 
     # -- what happens to requests -------------------------------------------------------------
 
-    @rule(
-        head=st.integers(0, 30),
-        tail=st.integers(0, 6),
-        image=st.integers(0, 3),
-        outputs=st.integers(1, 12),
-        n=st.sampled_from([1, 1, 1, 2, 3]),
-        tenant=st.sampled_from(["", "", "other"]),
-        priority=st.sampled_from([0, 0, 0, 1]),
-        whole=st.sampled_from([None, None, None, 0]),
-    )
+    @rule(**ARRIVAL)
     def arrive(
         self,
         head: int,

@@ -24,6 +24,7 @@ from chunked_prefill.sequence import Sequence
 from chunked_prefill.step_plan import StepPlan
 from lm_engine.client import MediaItem
 from lm_engine.images import ImageFailure, ImageFeed
+from tests.chunked_prefill.test_prefix_machine import ARRIVAL
 from tests.chunked_prefill.test_tier_machine import TieredWorld
 from vision_encoder.embedding_arena import Acquired, EmbeddingArena
 from vision_encoder.link import EncodeJob, EncodeResult
@@ -98,16 +99,7 @@ class PicturedWorld(TieredWorld):
         self.scheduler.add = add_with_images  # type: ignore[method-assign]
         self.scheduler.remove = remove_with_rows  # type: ignore[method-assign]
 
-    @rule(
-        head=st.integers(0, 30),
-        tail=st.integers(0, 6),
-        image=st.integers(0, 3),
-        outputs=st.integers(1, 12),
-        n=st.sampled_from([1, 1, 1, 2, 3]),
-        tenant=st.sampled_from(["", "", "other"]),
-        priority=st.sampled_from([0, 0, 0, 1]),
-        whole=st.sampled_from([None, None, None, 0]),
-    )
+    @rule(**ARRIVAL)
     def arrive(
         self,
         head: int,
